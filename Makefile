@@ -1,0 +1,78 @@
+# make                 library and command, into build/ (the command is build/lowkey)
+# make demo            the main job on real activations that ship with the project: fit, pack, attend, a table and a plot
+# make test            every test (T=word: only test files whose name holds the word)
+# make SAN=1 test      the same under ASan and UBSan
+# make test-full       every test, those too that take long
+# make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
+# make install PREFIX=/usr/local [DESTDIR=]
+#
+# What is missing is installed first (scripts/setup.sh says in a line what): Debian packages, and for tests, demo and
+# model a Python environment under build/venv.
+
+CC     ?= cc
+CFLAGS ?= -O3 -g
+SAN    ?= 0
+PREFIX ?= /usr/local
+
+B      := build/$(if $(filter 1,$(SAN)),san,opt)
+python := build/venv/bin/python
+
+# Ours are in lower case. The caller's CFLAGS come first, so that contraction stays off and sanitizers on.
+cppflags := -I. -D_GNU_SOURCE -MMD -MP
+cflags   := -std=c11 -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Wdouble-promotion \
+            -Werror -ffp-contract=off -fvisibility=hidden -fPIC
+packages := hdf5 gsl openblas libcrypto jansson
+# pkg-config is asked when a recipe runs: it may have been installed by then.
+ldlibs   := $$(pkg-config --libs $(packages)) -lm -lpthread
+ifeq ($(SAN),1)
+  cflags  += -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+  ldflags := -fsanitize=address,undefined
+endif
+
+objects  = $(patsubst %,$B/%.o,$(wildcard $(1:%=%/*.c)))
+library := $(call objects,formats kernels runtime)
+tools   := $(filter-out %/lowkey.c.o,$(call objects,calib experiments experiments/lm notebooks-export))
+tests   := $(patsubst %.c,$B/%,$(wildcard tests/test_*.c))
+support := $(filter-out $B/tests/test_%,$(call objects,tests))
+
+all: $B/lowkey $B/liblowkey.so $B/liblowkey-h5.so
+	@ln -sfn $(B:build/%=%)/lowkey build/lowkey
+
+$B/lowkey: $B/experiments/lowkey.c.o $B/libtools.a $B/liblowkey.a
+	$(CC) $(ldflags) $(LDFLAGS) -o $@ $^ $(ldlibs) $(LDLIBS)
+$B/tests/test_%: $B/tests/test_%.c.o $(support) $B/libtools.a $B/liblowkey.a
+	$(CC) $(ldflags) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $$(pkg-config --libs cmocka) $(ldlibs) $(LDLIBS)
+$B/liblowkey.a: $(library)
+$B/libtools.a: $(tools)
+$B/liblowkey.a $B/libtools.a:
+	@mkdir -p $(@D) && rm -f $@ && $(AR) rcs $@ $^
+# The core links no HDF5: the reader of quantizer.h5 is a library of its own.
+$B/liblowkey.so: $(filter-out %_h5.c.o,$(library))
+	$(CC) $(ldflags) $(LDFLAGS) -shared -Wl,-soname,liblowkey.so.0 -Wl,-z,defs -o $@ $^ -lm
+$B/liblowkey-h5.so: $(filter %_h5.c.o,$(library)) $B/liblowkey.a
+	$(CC) $(ldflags) $(LDFLAGS) -shared -Wl,-soname,liblowkey-h5.so.0 -Wl,-z,defs -o $@ $^ $$(pkg-config --libs hdf5 libcrypto) -lm
+
+# A file's name says what it needs.
+$B/%_avx2.c.o:   cflags += -mavx2 -mfma -mf16c
+$B/%_avx512.c.o: cflags += -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vnni -mavx512bf16 -mfma -mf16c
+$B/%.c.o: %.c Makefile | build/.packages
+	@mkdir -p $(@D)
+	$(CC) $(cppflags) $(CPPFLAGS) $$(pkg-config --cflags $(packages) cmocka) $(CFLAGS) $(cflags) -c -o $@ $<
+
+build/.packages: scripts/setup.sh
+	@mkdir -p build
+	@scripts/setup.sh packages && touch $@
+build/venv/.done: scripts/setup.sh requirements.txt | build/.packages
+	@scripts/setup.sh python requirements.txt build/venv && touch $@
+
+test: all $(tests) build/venv/.done
+	@$(CC) -std=c11 -pedantic -Wc++-compat -Werror -fsyntax-only runtime/lowkey.h
+	@B=$B SAN=$(SAN) tests/run.sh $(T)
+test-full: all $(tests) build/venv/.done
+	@B=$B SAN=$(SAN) FULL=1 tests/run.sh $(T)
+
+clean:
+	rm -rf build/opt build/san build/lowkey
+.PHONY: all test test-full clean
+.SECONDARY:
+-include $(shell find $B -name '*.d' 2>/dev/null)

@@ -1,0 +1,109 @@
+/* command.c - the manners of the subcommands. Results go to stdout, everything here to stderr. */
+#include "calib/command.h"
+
+#include <errno.h>
+#include <math.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+int lowkey_command_failed(const char *command, const lowkey_error *err)
+{
+    fprintf(stderr, "lowkey %s: %s\n", command, err->message);
+    return 1;
+}
+
+int lowkey_command_usage(const char *command, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "lowkey %s: ", command);
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "; see lowkey help %s\n", command);
+    va_end(arguments);
+    return 2;
+}
+
+int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high, int64_t *out)
+{
+    char *end;
+    errno = 0;
+    const long long value = strtoll(text, &end, 10);
+    if (errno || end == text || *end || value < low || value > high)
+        return lowkey_command_usage(command, "%s takes an integer from %lld to %lld, not '%s'", option, (long long)low,
+                                    (long long)high, text);
+    *out = value;
+    return 0;
+}
+
+int lowkey_parse_double(const char *command, const char *option, const char *text, double low, double high, double *out)
+{
+    char *end;
+    const double value = strtod(text, &end);
+    if (end == text || *end || !(value >= low && value <= high))
+        return lowkey_command_usage(command, "%s takes a number from %g to %g, not '%s'", option, low, high, text);
+    *out = value;
+    return 0;
+}
+
+void lowkey_progress_start(struct lowkey_progress *progress, const char *what, double total)
+{
+    *progress = (struct lowkey_progress){ .what = what, .total = total, .start = lowkey_seconds(), .live = isatty(STDERR_FILENO) };
+}
+
+void lowkey_progress_at(struct lowkey_progress *progress, double done)
+{
+    const double now = lowkey_seconds();
+    if (!progress->live || now - progress->shown < 0.2) return;
+    progress->shown = now;
+    const double share = progress->total > 0 ? fmin(done / progress->total, 1) : 1;
+    const double elapsed = now - progress->start;
+    fprintf(stderr, "\r%s %3.0f %%", progress->what, 100 * share);
+    if (share > 0) fprintf(stderr, ", %.0f s left", elapsed / share - elapsed);
+    fprintf(stderr, "\033[K");
+    fflush(stderr);
+}
+
+void lowkey_progress_end(struct lowkey_progress *progress)
+{
+    if (progress->live && progress->shown > 0) fprintf(stderr, "\r\033[K");
+    progress->live = 0;
+}
+
+static volatile sig_atomic_t interrupted;
+
+static void on_interrupt(int number)
+{
+    (void)number;
+    interrupted = 1;
+}
+
+void lowkey_catch_interrupts(void)
+{
+    struct sigaction action = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND };
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
+int lowkey_interrupted(void)
+{
+    return interrupted;
+}
+
+double lowkey_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+int lowkey_cpu_count(void)
+{
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}

@@ -1,0 +1,36 @@
+/* command.h - what every subcommand shares: how it complains, shows progress, is interrupted, reads numbers. */
+#ifndef LOWKEY_COMMAND_H
+#define LOWKEY_COMMAND_H
+
+#include <stdint.h>
+
+#include "runtime/lowkey.h"
+
+/* Print "lowkey COMMAND: message" on stderr and return exit status 1. */
+int lowkey_command_failed(const char *command, const lowkey_error *err);
+/* Print "lowkey COMMAND: message; see lowkey help COMMAND" on stderr and return exit status 2. */
+int lowkey_command_usage(const char *command, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Whole-string numbers within [low, high]; 0 good, else the usage complaint is printed and 2 returned. */
+int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high, int64_t *out);
+int lowkey_parse_double(const char *command, const char *option, const char *text, double low, double high, double *out);
+
+/* Progress with an ETA on stderr; silent where stderr is no terminal. */
+struct lowkey_progress {
+    const char *what;
+    double total, start, shown;
+    int live;
+};
+void lowkey_progress_start(struct lowkey_progress *progress, const char *what, double total);
+void lowkey_progress_at(struct lowkey_progress *progress, double done);
+void lowkey_progress_end(struct lowkey_progress *progress);
+
+/* SIGINT and SIGTERM set a flag from here on, so that long work ends tidily with LOWKEY_ECANCELLED; a second
+ * signal kills. */
+void lowkey_catch_interrupts(void);
+int lowkey_interrupted(void);
+
+double lowkey_seconds(void); /* monotonic clock */
+int lowkey_cpu_count(void);  /* CPUs this process may run on */
+
+#endif

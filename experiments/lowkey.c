@@ -1,0 +1,39 @@
+/* lowkey.c - the command: one table of subcommands, each implemented in the folder that does the work. */
+#include <stdio.h>
+#include <string.h>
+
+#include "runtime/lowkey.h"
+
+static const struct subcommand {
+    const char *name;
+    int (*run)(int argc, char **argv); /* argv[0] is the subcommand's name; returns the exit status */
+    const char *summary;
+} subcommands[] = {
+    { 0 },
+};
+
+static void print_usage(FILE *to)
+{
+    fprintf(to, "usage: lowkey COMMAND [OPTION]...\n\n");
+    for (const struct subcommand *s = subcommands; s->name; s++) fprintf(to, "  %-10s %s\n", s->name, s->summary);
+    fprintf(to, "  %-10s %s\n\nExit status: 0 good, 1 failed, 2 wrong usage.\n", "help", "lowkey help COMMAND: what a command takes");
+}
+
+static const struct subcommand *find(const char *name)
+{
+    const struct subcommand *s = subcommands;
+    while (s->name && strcmp(s->name, name) != 0) s++;
+    return s->name ? s : NULL;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 2) return print_usage(stderr), 2;
+    if (strcmp(argv[1], "--version") == 0) return printf("lowkey %s\n", lowkey_version()), 0;
+    const int asks_help = strcmp(argv[1], "help") == 0 || strcmp(argv[1], "--help") == 0;
+    if (asks_help && argc == 2) return print_usage(stdout), 0;
+    const struct subcommand *s = find(argv[asks_help ? 2 : 1]);
+    if (!s) return fprintf(stderr, "lowkey: no command '%s'; see lowkey help\n", argv[asks_help ? 2 : 1]), 2;
+    if (asks_help) return s->run(2, (char *[]){ argv[2], (char *)"--help", NULL });
+    return s->run(argc - 1, argv + 1);
+}
