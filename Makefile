@@ -65,14 +65,27 @@ build/.packages: scripts/setup.sh
 build/venv/.done: scripts/setup.sh requirements.txt | build/.packages
 	@scripts/setup.sh python requirements.txt build/venv && touch $@
 
-test: all $(tests) build/venv/.done
+# A real model, and text in its tokens.
+gguf   := build/model/SmolLM2-135M-Instruct.Q4_1.gguf
+models := build/model/smollm2-135m.model.h5 build/model/wiki.valid.tokens.h5 build/model/wiki.test.tokens.h5
+model: $(models)
+$(gguf): scripts/fetch_model.sh | build/venv/.done
+	@mkdir -p $(@D)
+	@scripts/fetch_model.sh $(python) $@ && touch $@
+build/model/smollm2-135m.model.h5: experiments/convert_model.py experiments/artefact.py $(gguf) | build/venv/.done
+	$(python) $< $(gguf) $@ --name SmolLM2-135M-Instruct
+build/model/wiki.%.tokens.h5: experiments/tokenize_text.py experiments/data/wikitext-2/wiki.%.raw experiments/convert_model.py \
+                               experiments/artefact.py $(gguf) | build/venv/.done
+	$(python) $< $(gguf) $(word 2,$^) $@ --name SmolLM2-135M-Instruct
+
+test: all $(tests) build/venv/.done $(models)
 	@$(CC) -std=c11 -pedantic -Wc++-compat -Werror -fsyntax-only runtime/lowkey.h
 	@B=$B SAN=$(SAN) tests/run.sh $(T)
-test-full: all $(tests) build/venv/.done
+test-full: all $(tests) build/venv/.done $(models)
 	@B=$B SAN=$(SAN) FULL=1 tests/run.sh $(T)
 
 clean:
 	rm -rf build/opt build/san build/lowkey
-.PHONY: all test test-full clean
+.PHONY: all model test test-full clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""A text to tokens.h5 (formats/README.md, "tokens.h5") with the model's own tokenizer.
+
+    tokenize_text.py MODEL.gguf TEXT OUT.tokens.h5
+    tokenize_text.py TOKENIZER TEXT OUT.tokens.h5      tokenizer.json, or a folder that holds one
+
+The whole text is one sequence, tokenized as it stands; bytes that are no UTF-8 are refused. From GGUF the tokenizer is
+built anew out of tokens, merges and the name of the pre-tokenizer; only byte-level BPE has all it needs there.
+"""
+import argparse
+import os
+
+import h5py
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from artefact import Refused, need, run, set_schema, sha256, whole_file
+from convert_model import load_json, open_gguf, token_id
+
+# How Llama 3 and Qwen 2 cut a text before merging; they differ in how many digits stay together.
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+CONTROL, USER_DEFINED = 3, 4  # token types in GGUF: matched in the text before it is cut
+
+
+def pre_tokenizer(name):
+    """The pre-tokenizer that GGUF knows by this name, or None."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def cut(pattern):
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_alone])
+    if name == "gpt-2":
+        return byte_level
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    if name in ("llama-bpe", "llama3", "llama-v3"):
+        return cut(WORDS % "{1,3}")
+    if name == "qwen2":
+        return cut(WORDS % "")
+    return None
+
+
+def tokenizer_from_gguf(path):
+    """(tokenizer, its name, id of the BOS token or -1)"""
+    _, field = open_gguf(path)
+    kind, pre = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre", "none named")
+    need(kind == "gpt2", f"{path}: tokenizer model '{kind}' is not gpt2 (byte-level BPE); use the model's tokenizer.json")
+    cutter = pre_tokenizer(pre)
+    need(cutter, f"{path}: pre-tokenizer '{pre}' is not one of gpt-2, smollm, llama-bpe, qwen2; use the model's tokenizer.json")
+    tokens, types, merges = (field(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges"))
+    need(tokens and merges and types and len(types) == len(tokens), f"{path}: tokens, token_type or merges are missing")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    need(len(vocabulary) == len(tokens), f"{path}: the vocabulary holds a token twice")
+    try:
+        bpe = models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges],
+                         ignore_merges=pre in ("llama-bpe", "llama3", "llama-v3"))
+    except Exception as why:  # the library raises Exception itself
+        raise Refused(f"{path}: tokens and merges make no tokenizer: {why}") from None
+    tokenizer = Tokenizer(bpe)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = cutter, decoders.ByteLevel()
+    whole = [(token, type_) for token, type_ in zip(tokens, types) if type_ in (CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=type_ == CONTROL) for token, type_ in whole])
+    need(tokenizer.get_vocab_size() == len(tokens), f"{path}: special tokens outside the vocabulary")
+    return tokenizer, f"{field('general.name', os.path.basename(path))} ({kind}, {pre})", field("tokenizer.ggml.bos_token_id", -1)
+
+
+def tokenizer_from_json(path):
+    if os.path.isdir(path):
+        path = os.path.join(path, "tokenizer.json")
+    load_json(path)
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as why:  # the library raises Exception itself
+        raise Refused(f"{path}: no readable tokenizer.json: {why}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    folder = os.path.dirname(os.path.abspath(path))
+    config = os.path.join(folder, "config.json")
+    bos = token_id(load_json(config), "bos_token_id") if os.path.exists(config) else -1
+    return tokenizer, os.path.basename(folder), bos
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Exit status: 0 good, 1 failed, 2 wrong usage.")
+    parser.add_argument("tokenizer", help="a GGUF file, a tokenizer.json, or a folder with one")
+    parser.add_argument("text", help="UTF-8 text")
+    parser.add_argument("out", help="tokens.h5 to write")
+    parser.add_argument("--add-bos", action="store_true", help="begin with the model's BOS token (default: without)")
+    parser.add_argument("--name", help="tokenizer name to write (default: the model's)")
+    options = parser.parse_args()
+
+    source = tokenizer_from_gguf if options.tokenizer.endswith(".gguf") else tokenizer_from_json
+    tokenizer, name, bos = source(options.tokenizer)
+    with open(options.text, "rb") as file:
+        text = file.read()
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as why:
+        raise Refused(f"{options.text}: byte {why.start} is no UTF-8") from None
+    ids = tokenizer.encode(decoded, add_special_tokens=False).ids
+    if options.add_bos:
+        need(0 <= bos < tokenizer.get_vocab_size(), f"{options.tokenizer}: names no BOS token")
+        ids.insert(0, bos)
+    need(ids, f"{options.text}: holds no tokens")
+    ids = np.array(ids, np.int32)
+
+    def verify(temporary):
+        with h5py.File(temporary) as file:
+            need(np.array_equal(file["tokens"][...], ids), f"{temporary}: was not read back as written")
+
+    with whole_file(options.out, verify) as file:
+        set_schema(file, "tokens")
+        file.attrs["tokenizer"] = options.name or name
+        file.attrs["tokenizer_sha256"] = sha256(tokenizer.to_str().encode("utf-8"))
+        file.attrs["vocab_size"] = tokenizer.get_vocab_size()
+        file.attrs["text_name"] = os.path.basename(options.text)
+        file.attrs["text_sha256"] = sha256(text)
+        file.attrs["add_bos"] = int(options.add_bos)
+        file.create_dataset("tokens", data=ids, track_times=False)
+        file.create_dataset("sequence_offsets", data=np.array([0, len(ids)], np.int64), track_times=False)
+    print(f"{options.out}: {len(ids)} tokens, first {' '.join(map(str, ids[:10]))}")
+
+
+if __name__ == "__main__":
+    run(main)
