@@ -1,7 +1,9 @@
 /* command.c - the manners of the subcommands. Results go to stdout, everything here to stderr. */
 #include "calib/command.h"
 
+#include <ctype.h>
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <sched.h>
 #include <signal.h>
@@ -47,6 +49,43 @@ int lowkey_parse_double(const char *command, const char *option, const char *tex
     if (end == text || *end || !(value >= low && value <= high))
         return lowkey_command_usage(command, "%s takes a number from %g to %g, not '%s'", option, low, high, text);
     *out = value;
+    return 0;
+}
+
+int lowkey_parse_range(const char *command, const char *option, const char *text, int *first, int *end)
+{
+    char *rest;
+    errno = 0;
+    const long low = strtol(text, &rest, 10);
+    const char *second = rest + 1;
+    if (!isdigit((unsigned char)*text) || *rest != ':' || !isdigit((unsigned char)*second))
+        return lowkey_command_usage(command, "%s takes FIRST:END, not '%s'", option, text);
+    const long high = strtol(second, &rest, 10);
+    if (errno || *rest || low >= high || high > INT_MAX)
+        return lowkey_command_usage(command, "%s takes FIRST:END with FIRST < END, not '%s'", option, text);
+    *first = (int)low;
+    *end = (int)high;
+    return 0;
+}
+
+int lowkey_parse_list(const char *command, const char *option, const char *text, int **out, int *n)
+{
+    *n = 1;
+    for (const char *c = text; *c; c++) *n += *c == ',';
+    *out = malloc((size_t)*n * sizeof **out);
+    const char *at = text;
+    for (int i = 0; *out && i < *n; i++) {
+        char *rest = (char *)at;
+        const long value = isdigit((unsigned char)*at) ? strtol(at, &rest, 10) : -1;
+        if (value < 0 || value > 65535 || *rest != (i + 1 < *n ? ',' : 0) || (i && value <= (*out)[i - 1])) {
+            free(*out);
+            *out = NULL;
+            return lowkey_command_usage(command, "%s takes rising numbers joined by ',', not '%s'", option, text);
+        }
+        (*out)[i] = (int)value;
+        at = rest + 1;
+    }
+    if (!*out) return lowkey_command_usage(command, "no memory for %s", option);
     return 0;
 }
 

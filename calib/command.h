@@ -14,6 +14,10 @@ int lowkey_command_usage(const char *command, const char *format, ...) __attribu
 /* Whole-string numbers within [low, high]; 0 good, else the usage complaint is printed and 2 returned. */
 int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high, int64_t *out);
 int lowkey_parse_double(const char *command, const char *option, const char *text, double low, double high, double *out);
+/* FIRST:END, 0 <= first < end. */
+int lowkey_parse_range(const char *command, const char *option, const char *text, int *first, int *end);
+/* A,B,... rising, 0..65535. *out is to be freed. */
+int lowkey_parse_list(const char *command, const char *option, const char *text, int **out, int *n);
 
 /* Progress with an ETA on stderr; silent where stderr is no terminal. */
 struct lowkey_progress {
