@@ -6,7 +6,8 @@
 #include "runtime/lowkey.h"
 
 enum {
-    LOWKEY_MAX_CHANNELS = 65536, /* n_kv_heads * head_dim of either side: an outlier entry names one in 16 bits */
+    LOWKEY_MAX_CHANNELS =
+        65536, /* n_kv_heads * head_dim of either side: an outlier entry names one in 16 bits */
     LOWKEY_MAX_Q_HEADS = 65536
 };
 

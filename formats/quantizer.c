@@ -12,7 +12,7 @@ struct lowkey_quantizer {
     lowkey_quantizer_desc desc;
     const struct lowkey_layer *layers; /* [desc.n_layers] */
     lowkey_allocator allocator;
-    struct lowkey_block copies, rows;  /* this object and what desc points to; layers and what they point to */
+    struct lowkey_block copies, rows; /* this object and what desc points to; layers and what they point to */
 };
 
 static void *default_alloc(void *user, size_t bytes, size_t alignment)
@@ -30,9 +30,11 @@ static void default_free(void *user, void *block, size_t bytes)
 
 static lowkey_status pick_allocator(const lowkey_allocator *given, lowkey_allocator *out, lowkey_error *err)
 {
-    *out = given && given->alloc ? *given : (lowkey_allocator){ .alloc = default_alloc, .free = default_free };
+    *out = given && given->alloc ? *given
+                                 : (lowkey_allocator) { .alloc = default_alloc, .free = default_free };
     if (given && !given->alloc != !given->free)
-        return lowkey_fail(err, LOWKEY_EINVAL, "allocator: expected both of alloc and free or neither, found one");
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "allocator: expected both of alloc and free or neither, found one");
     return LOWKEY_OK;
 }
 
@@ -42,35 +44,40 @@ void *lowkey_block_take(struct lowkey_block *block, size_t count, size_t bytes_e
 {
     const size_t start = block->used;
     size_t bytes, end;
-    block->overflow |= __builtin_mul_overflow(count, bytes_each, &bytes) || __builtin_add_overflow(bytes, 63, &bytes) ||
+    block->overflow |= __builtin_mul_overflow(count, bytes_each, &bytes) ||
+                       __builtin_add_overflow(bytes, 63, &bytes) ||
                        __builtin_add_overflow(start, bytes & ~(size_t)63, &end);
     block->used = block->overflow ? start : end;
     return block->base ? block->base + start : NULL;
 }
 
 /* Give a measured block its memory, and start it over for the run that fills. */
-static lowkey_status block_allocate(struct lowkey_block *block, const lowkey_allocator *allocator, lowkey_error *err)
+static lowkey_status block_allocate(struct lowkey_block *block, const lowkey_allocator *allocator,
+                                    lowkey_error *err)
 {
     block->bytes = block->used;
     block->used = 0;
     if (!block->overflow) block->base = allocator->alloc(allocator->user, block->bytes, 64);
-    if (!block->base) return lowkey_fail(err, LOWKEY_ENOMEM, "quantizer: no memory for %zu bytes", block->bytes);
+    if (!block->base)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "quantizer: no memory for %zu bytes", block->bytes);
     return LOWKEY_OK;
 }
 
 /* ---- structs as the caller compiled them ---- */
 
 /* to = from; fields that the caller's version lacked become 0, fields that this one lacks must be 0. */
-static lowkey_status read_struct(void *to, size_t to_size, const void *from, size_t from_size, const char *what, int index,
-                                 lowkey_error *err)
+static lowkey_status read_struct(void *to, size_t to_size, const void *from, size_t from_size,
+                                 const char *what, int index, lowkey_error *err)
 {
     if (from_size == 0)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s %d: struct_size: expected the struct's size, found 0", what, index);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s %d: struct_size: expected the struct's size, found 0",
+                           what, index);
     const unsigned char *bytes = from;
     for (size_t i = to_size; i < from_size; i++)
         if (bytes[i])
-            return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "%s %d: byte %zu of %zu is set, but lowkey %s knows only %zu", what,
-                               index, i, from_size, lowkey_version(), to_size);
+            return lowkey_fail(err, LOWKEY_EUNSUPPORTED,
+                               "%s %d: byte %zu of %zu is set, but lowkey %s knows only %zu", what, index, i,
+                               from_size, lowkey_version(), to_size);
     memset(to, 0, to_size);
     memcpy(to, from, from_size < to_size ? from_size : to_size);
     memcpy(to, &to_size, sizeof to_size);
@@ -79,19 +86,21 @@ static lowkey_status read_struct(void *to, size_t to_size, const void *from, siz
 
 /* Layer number i, defaults of its geometry filled. A caller's layers are as far apart as its struct is long, and its
  * value begins where its key ends. with_sides == 0: key and value are left empty. */
-static lowkey_status read_layer(const lowkey_quantizer_desc *desc, int i, int with_sides, lowkey_layer_desc *layer,
-                                lowkey_error *err)
+static lowkey_status read_layer(const lowkey_quantizer_desc *desc, int i, int with_sides,
+                                lowkey_layer_desc *layer, lowkey_error *err)
 {
     const size_t size = desc->layers[0].struct_size, key_at = offsetof(lowkey_layer_desc, key);
     const char *given = (const char *)desc->layers + (size_t)i * size;
     size_t own_size, key_size = 0, value_size = 0, room = size > key_at ? size - key_at : 0;
     memcpy(&own_size, given, sizeof own_size);
     if (own_size == 0 || own_size != size || size % alignof(lowkey_layer_desc))
-        return lowkey_fail(err, LOWKEY_EINVAL, "layers[%d]: struct_size: expected the struct's size, %zu in this version and the "
-                           "same in all, found %zu", i, sizeof *layer, own_size);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "layers[%d]: struct_size: expected the struct's size, %zu in this version and the "
+                           "same in all, found %zu",
+                           i, sizeof *layer, own_size);
     LOWKEY_TRY(read_struct(layer, key_at, given, size < key_at ? size : key_at, "layers", i, err));
     layer->struct_size = sizeof *layer;
-    layer->key = layer->value = (lowkey_side_desc){ 0 };
+    layer->key = layer->value = (lowkey_side_desc) { 0 };
     lowkey_geometry_fill(layer);
     if (!with_sides) return LOWKEY_OK;
 
@@ -99,15 +108,20 @@ static lowkey_status read_layer(const lowkey_quantizer_desc *desc, int i, int wi
     room = room > key_size ? room - key_size : 0;
     if (room >= sizeof value_size) memcpy(&value_size, given + key_at + key_size, sizeof value_size);
     if (key_size == 0 || key_size % alignof(lowkey_side_desc) || value_size == 0 || value_size > room)
-        return lowkey_fail(err, LOWKEY_EINVAL, "layers[%d]: struct_size of key and value: expected each struct's size, %zu in "
-                           "this version, found %zu and %zu", i, sizeof layer->key, key_size, value_size);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "layers[%d]: struct_size of key and value: expected each struct's size, %zu in "
+                           "this version, found %zu and %zu",
+                           i, sizeof layer->key, key_size, value_size);
     const size_t end = key_at + key_size + value_size;
-    LOWKEY_TRY(read_struct(&layer->key, sizeof layer->key, given + key_at, key_size, "key of layers", i, err));
-    LOWKEY_TRY(read_struct(&layer->value, sizeof layer->value, given + key_at + key_size, value_size, "value of layers", i, err));
+    LOWKEY_TRY(
+        read_struct(&layer->key, sizeof layer->key, given + key_at, key_size, "key of layers", i, err));
+    LOWKEY_TRY(read_struct(&layer->value, sizeof layer->value, given + key_at + key_size, value_size,
+                           "value of layers", i, err));
     size_t rest = 0; /* fields behind value, of a later version */
     for (size_t at = end; at < size; at++) rest += given[at] != 0;
     if (rest)
-        return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "layers[%d]: fields behind value are set, which lowkey %s does not know", i,
+        return lowkey_fail(err, LOWKEY_EUNSUPPORTED,
+                           "layers[%d]: fields behind value are set, which lowkey %s does not know", i,
                            lowkey_version());
     return LOWKEY_OK;
 }
@@ -133,7 +147,8 @@ static void *copy(struct lowkey_block *block, const void *from, size_t count, si
 }
 
 /* Replace the side's arrays by copies, absent ones by their defaults. */
-static void copy_side(struct lowkey_block *block, const lowkey_layer_desc *layer, int which, lowkey_side_desc *side)
+static void copy_side(struct lowkey_block *block, const lowkey_layer_desc *layer, int which,
+                      lowkey_side_desc *side)
 {
     const lowkey_side_desc given = *side;
     const int head_dim = lowkey_side_head_dim(layer, which);
@@ -172,8 +187,8 @@ static void fill_side(const lowkey_layer_desc *layer, int which, lowkey_side_des
 }
 
 /* Measure, or fill, the block of copies; *out is set when it fills. desc is this version's struct. */
-static lowkey_status copy_desc(struct lowkey_block *block, const lowkey_quantizer_desc *desc, lowkey_quantizer **out,
-                               lowkey_error *err)
+static lowkey_status copy_desc(struct lowkey_block *block, const lowkey_quantizer_desc *desc,
+                               lowkey_quantizer **out, lowkey_error *err)
 {
     const char *name = desc->model_name ? desc->model_name : "";
     lowkey_quantizer *quantizer = lowkey_block_take(block, 1, sizeof *quantizer);
@@ -186,7 +201,8 @@ static lowkey_status copy_desc(struct lowkey_block *block, const lowkey_quantize
         fill_side(&layer, 0, &layer.key);
         fill_side(&layer, 1, &layer.value);
         LOWKEY_TRY(lowkey_layer_check_shape(&layer, err));
-        layer.rope_inv_freq = copy(block, layer.rope_inv_freq, (size_t)layer.rope_dims / 2, sizeof *layer.rope_inv_freq);
+        layer.rope_inv_freq = copy(block, layer.rope_inv_freq, (size_t)layer.rope_dims / 2,
+                                   sizeof *layer.rope_inv_freq);
         copy_side(block, &layer, 0, &layer.key);
         copy_side(block, &layer, 1, &layer.value);
         if (layers) layers[i] = layer;
@@ -204,13 +220,15 @@ static lowkey_status copy_desc(struct lowkey_block *block, const lowkey_quantize
 static lowkey_status check_desc(const lowkey_quantizer_desc *desc, lowkey_error *err)
 {
     if (desc->n_layers < 1 || !desc->layers)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "n_layers: expected at least 1 and layers, found %d%s", desc->n_layers,
-                           desc->layers ? "" : " and no layers");
+        return lowkey_fail(err, LOWKEY_EFORMAT, "n_layers: expected at least 1 and layers, found %d%s",
+                           desc->n_layers, desc->layers ? "" : " and no layers");
     if (desc->n_sink_tokens < 0 || desc->n_sink_tokens > LOWKEY_PAGE_TOKENS)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "n_sink_tokens: expected 0 to %d, found %d", LOWKEY_PAGE_TOKENS,
-                           desc->n_sink_tokens);
-    if (desc->sink_rule != LOWKEY_RULE_NONE && desc->sink_rule != LOWKEY_RULE_F16 && desc->sink_rule != LOWKEY_RULE_BF16)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "sink_rule: expected f16 or bf16, found number %d", (int)desc->sink_rule);
+        return lowkey_fail(err, LOWKEY_EFORMAT, "n_sink_tokens: expected 0 to %d, found %d",
+                           LOWKEY_PAGE_TOKENS, desc->n_sink_tokens);
+    if (desc->sink_rule != LOWKEY_RULE_NONE && desc->sink_rule != LOWKEY_RULE_F16 &&
+        desc->sink_rule != LOWKEY_RULE_BF16)
+        return lowkey_fail(err, LOWKEY_EFORMAT, "sink_rule: expected f16 or bf16, found number %d",
+                           (int)desc->sink_rule);
     return LOWKEY_OK;
 }
 
@@ -230,14 +248,16 @@ static void build_layers(struct lowkey_block *block, lowkey_quantizer *quantizer
 {
     const int n = quantizer->desc.n_layers;
     struct lowkey_layer *layers = lowkey_block_take(block, (size_t)n, sizeof *layers);
-    for (int i = 0; i < n; i++) lowkey_layer_build(block, &quantizer->desc.layers[i], layers ? &layers[i] : NULL);
+    for (int i = 0; i < n; i++)
+        lowkey_layer_build(block, &quantizer->desc.layers[i], layers ? &layers[i] : NULL);
     quantizer->layers = layers;
 }
 
 /* ---- the interface ---- */
 
-lowkey_status lowkey_quantizer_create(const lowkey_quantizer_desc *given, const lowkey_allocator *given_allocator,
-                                      lowkey_quantizer **out, lowkey_error *err)
+lowkey_status lowkey_quantizer_create(const lowkey_quantizer_desc *given,
+                                      const lowkey_allocator *given_allocator, lowkey_quantizer **out,
+                                      lowkey_error *err)
 {
     if (!out) return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_quantizer_create: out is NULL");
     *out = NULL;
@@ -272,7 +292,8 @@ void lowkey_quantizer_free(lowkey_quantizer *quantizer)
 {
     if (!quantizer) return;
     const lowkey_allocator allocator = quantizer->allocator;
-    const struct lowkey_block copies = quantizer->copies, rows = quantizer->rows; /* the object is in copies */
+    const struct lowkey_block copies = quantizer->copies,
+                              rows = quantizer->rows; /* the object is in copies */
     if (rows.base) allocator.free(allocator.user, rows.base, rows.bytes);
     allocator.free(allocator.user, copies.base, copies.bytes);
 }
@@ -292,10 +313,14 @@ const struct lowkey_layer *lowkey_quantizer_layer(const lowkey_quantizer *quanti
     int low = 0, high = quantizer->desc.n_layers; /* indices rise: halve [low, high) */
     while (low < high) {
         const int middle = low + (high - low) / 2;
-        if (quantizer->desc.layers[middle].index < index) low = middle + 1;
-        else high = middle;
+        if (quantizer->desc.layers[middle].index < index)
+            low = middle + 1;
+        else
+            high = middle;
     }
-    return low < quantizer->desc.n_layers && quantizer->desc.layers[low].index == index ? &quantizer->layers[low] : NULL;
+    return low < quantizer->desc.n_layers && quantizer->desc.layers[low].index == index
+               ? &quantizer->layers[low]
+               : NULL;
 }
 
 size_t lowkey_quantizer_bytes(const lowkey_quantizer *quantizer)
@@ -315,9 +340,12 @@ void lowkey_default_order(int head_dim, int rope_dims, lowkey_pairing pairing, u
 }
 
 /* One side of 16-bit channels. The arrays serve every layer: all elements are alike. */
-static lowkey_side_desc side_16bit(lowkey_rule rule, const uint8_t *bits, const float *lower, const float *upper)
+static lowkey_side_desc side_16bit(lowkey_rule rule, const uint8_t *bits, const float *lower,
+                                   const float *upper)
 {
-    return (lowkey_side_desc){ .struct_size = sizeof(lowkey_side_desc), .bits = bits, .lower = lower, .upper = upper, .rule_16 = rule };
+    return (lowkey_side_desc) {
+        .struct_size = sizeof(lowkey_side_desc), .bits = bits, .lower = lower, .upper = upper, .rule_16 = rule
+    };
 }
 
 lowkey_status lowkey_quantizer_create_16bit(const lowkey_quantizer_desc *geometry, lowkey_rule rule,
@@ -328,7 +356,9 @@ lowkey_status lowkey_quantizer_create_16bit(const lowkey_quantizer_desc *geometr
     *out = NULL;
     if (!geometry) return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_quantizer_create_16bit: geometry is NULL");
     if (rule != LOWKEY_RULE_F16 && rule != LOWKEY_RULE_BF16)
-        return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_quantizer_create_16bit: rule: expected f16 or bf16, found number %d", (int)rule);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "lowkey_quantizer_create_16bit: rule: expected f16 or bf16, found number %d",
+                           (int)rule);
     lowkey_quantizer_desc desc;
     lowkey_allocator allocator;
     LOWKEY_TRY(pick_allocator(given_allocator, &allocator, err));

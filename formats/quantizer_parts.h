@@ -9,7 +9,7 @@
  * with the block it gets addresses. */
 struct lowkey_block {
     char *base;
-    size_t used;  /* bytes taken, with padding */
+    size_t used; /* bytes taken, with padding */
     size_t bytes; /* of base */
     int overflow; /* more were measured than size_t counts */
 };
@@ -28,6 +28,7 @@ lowkey_status lowkey_layer_check_shape(const lowkey_layer_desc *layer, lowkey_er
 lowkey_status lowkey_layer_check_values(const lowkey_layer_desc *layer, lowkey_error *err);
 
 /* Lay a checked layer out by rows in block; layer is written once block has its base. desc must outlive it. */
-void lowkey_layer_build(struct lowkey_block *block, const lowkey_layer_desc *desc, struct lowkey_layer *layer);
+void lowkey_layer_build(struct lowkey_block *block, const lowkey_layer_desc *desc,
+                        struct lowkey_layer *layer);
 
 #endif

@@ -10,6 +10,7 @@ struct lowkey_head {               /* one KV head; arrays by row, not by channel
     const struct lowkey_row *rows; /* [head_dim] */
     const float *table;            /* [head_dim][table_entries]; NULL: no channel has a table */
     const float *boundary;         /* [head_dim][table_entries - 1] */
+    const uint8_t *n_boundary;     /* [head_dim] boundaries in use: n_entries - 1, 0 where there is no table */
     const float *factor;           /* [head_dim][head_dim], factor[i][j] for rows i > j; NULL: no feedback */
     uint32_t page_bytes;
 };
