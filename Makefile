@@ -4,6 +4,7 @@
 # make SAN=1 test      the same under ASan and UBSan
 # make test-full       every test, those too that take long
 # make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
+# make V=1             with the commands in full
 # make install PREFIX=/usr/local [DESTDIR=]
 #
 # What is missing is installed first (scripts/setup.sh says in a line what): Debian packages, and for tests, demo and
@@ -12,6 +13,7 @@
 CC     ?= cc
 CFLAGS ?= -O3 -g
 SAN    ?= 0
+V      ?= 0
 PREFIX ?= /usr/local
 
 B      := build/$(if $(filter 1,$(SAN)),san,opt)
@@ -35,29 +37,38 @@ tools   := $(filter-out %/lowkey.c.o,$(call objects,calib experiments experiment
 tests   := $(patsubst %.c,$B/%,$(wildcard tests/test_*.c))
 support := $(filter-out $B/tests/test_%,$(call objects,tests))
 
+q := $(if $(filter 0,$V),@)
+
 all: $B/lowkey $B/liblowkey.so $B/liblowkey-h5.so
 	@ln -sfn $(B:build/%=%)/lowkey build/lowkey
 
 $B/lowkey: $B/experiments/lowkey.c.o $B/libtools.a $B/liblowkey.a
-	$(CC) $(ldflags) $(LDFLAGS) -o $@ $^ $(ldlibs) $(LDLIBS)
+	$(if $q,@echo '  $@')
+	$q$(CC) $(ldflags) $(LDFLAGS) -o $@ $^ $(ldlibs) $(LDLIBS)
 $B/tests/test_%: $B/tests/test_%.c.o $(support) $B/libtools.a $B/liblowkey.a
-	$(CC) $(ldflags) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $$(pkg-config --libs cmocka) $(ldlibs) $(LDLIBS)
+	$(if $q,@echo '  $@')
+	$q$(CC) $(ldflags) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $$(pkg-config --libs cmocka) $(ldlibs) $(LDLIBS)
 $B/liblowkey.a: $(library)
 $B/libtools.a: $(tools)
 $B/liblowkey.a $B/libtools.a:
 	@mkdir -p $(@D) && rm -f $@ && $(AR) rcs $@ $^
 # The core links no HDF5: the reader of quantizer.h5 is a library of its own.
 $B/liblowkey.so: $(filter-out %_h5.c.o,$(library))
-	$(CC) $(ldflags) $(LDFLAGS) -shared -Wl,-soname,liblowkey.so.0 -Wl,-z,defs -o $@ $^ -lm
+	$(if $q,@echo '  $@')
+	$q$(CC) $(ldflags) $(LDFLAGS) -shared -Wl,-soname,liblowkey.so.0 -Wl,-z,defs -o $@ $^ -lm
 $B/liblowkey-h5.so: $(filter %_h5.c.o,$(library)) $B/liblowkey.a
-	$(CC) $(ldflags) $(LDFLAGS) -shared -Wl,-soname,liblowkey-h5.so.0 -Wl,-z,defs -o $@ $^ $$(pkg-config --libs hdf5 libcrypto) -lm
+	$(if $q,@echo '  $@')
+	$q$(CC) $(ldflags) $(LDFLAGS) -shared -Wl,-soname,liblowkey-h5.so.0 -Wl,-z,defs -o $@ $^ $$(pkg-config --libs hdf5 libcrypto) -lm
 
-# A file's name says what it needs.
+# A file's name says what it needs; on other machines such a file is empty.
+ifeq ($(shell uname -m),x86_64)
 $B/%_avx2.c.o:   cflags += -mavx2 -mfma -mf16c
 $B/%_avx512.c.o: cflags += -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vnni -mavx512bf16 -mfma -mf16c
+endif
 $B/%.c.o: %.c Makefile | build/.packages
 	@mkdir -p $(@D)
-	$(CC) $(cppflags) $(CPPFLAGS) $$(pkg-config --cflags $(packages) cmocka) $(CFLAGS) $(cflags) -c -o $@ $<
+	$(if $q,@echo '  $@')
+	$q$(CC) $(cppflags) $(CPPFLAGS) $$(pkg-config --cflags $(packages) cmocka) $(CFLAGS) $(cflags) -c -o $@ $<
 
 build/.packages: scripts/setup.sh
 	@mkdir -p build

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "experiments/bench.h"
 #include "runtime/lowkey.h"
 
 static const struct subcommand {
@@ -9,6 +10,7 @@ static const struct subcommand {
     int (*run)(int argc, char **argv); /* argv[0] is the subcommand's name; returns the exit status */
     const char *summary;
 } subcommands[] = {
+    { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
     { 0 },
 };
 

@@ -1,0 +1,44 @@
+/* bench_cmd.c - lowkey bench WHAT: one table of the things that are timed. Each checks what it times first. */
+#include "experiments/bench.h"
+
+#include <getopt.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "calib/command.h"
+#include "experiments/bench_layout.h"
+
+static const char usage[] =
+    "usage: lowkey bench WHAT [OPTION]...\n"
+    "\n"
+    "  layout   decode loops over candidate page layouts, AVX2 and AVX-512 (formats/README.md, \"Why the page looks so\")\n"
+    "\n"
+    "  --json   one JSON object instead of a table\n";
+
+static int bench_layout(int argc, char **argv)
+{
+    static const struct option options[] = { { "json", no_argument, NULL, 'j' }, { 0 } };
+    int json = 0;
+    for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {
+        if (option != 'j') return 2;
+        json = 1;
+    }
+    if (optind < argc) return lowkey_command_usage("bench", "layout takes no '%s'", argv[optind]);
+    return lowkey_bench_layout(json);
+}
+
+static const struct {
+    const char *name;
+    int (*run)(int argc, char **argv);
+} benches[] = {
+    { "layout", bench_layout },
+};
+
+int lowkey_bench_cmd(int argc, char **argv)
+{
+    if (argc < 2) return lowkey_command_usage("bench", "what?");
+    if (strcmp(argv[1], "--help") == 0) return fputs(usage, stdout), 0;
+    for (size_t i = 0; i < sizeof benches / sizeof benches[0]; i++)
+        if (strcmp(benches[i].name, argv[1]) == 0) return benches[i].run(argc - 1, argv + 1);
+    return lowkey_command_usage("bench", "there is no '%s'", argv[1]);
+}
