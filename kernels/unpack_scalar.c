@@ -1,0 +1,54 @@
+/* unpack_scalar.c - codes back to values: row by row, since a row is contiguous, then the outliers' residuals. */
+#include "kernels/element.h"
+#include "kernels/kernels.h"
+
+/* A plane's row into 64 numbers of plane_bits bits. As lowkey_plane_get for every slot, in the order of the bytes. */
+static void unpack_row(const uint8_t *row, int plane_bits, uint16_t codes[LOWKEY_PAGE_SLOTS])
+{
+    if (plane_bits == 16) {
+        for (int t = 0; t < LOWKEY_PAGE_SLOTS; t++) codes[t] = lowkey_get_u16(row + 2 * t);
+        return;
+    }
+    const int row_bytes = lowkey_row_bytes(plane_bits), mask = (1 << plane_bits) - 1;
+    for (int shift = 0; shift < 8; shift += plane_bits, codes += row_bytes)
+        for (int i = 0; i < row_bytes; i++) codes[i] = (uint16_t)(row[i] >> shift & mask);
+}
+
+static void add_outliers(const struct lowkey_unpack_args *args)
+{
+    const struct lowkey_side *side = args->side;
+    const int low = args->head * side->head_dim, high = low + side->head_dim;
+    const uint8_t *entries = args->side_page + side->layout.outlier_offset;
+    for (int s = 0; s < args->n_slots; s++) {
+        const int slot = args->first_slot + s, end = lowkey_end_outlier(side, args->side_page, slot);
+        for (int i = lowkey_first_outlier(side, args->side_page, slot, args->first_live_slot); i < end; i++) {
+            const int channel = lowkey_get_u16(entries + 4 * (size_t)i);
+            if (channel < low || channel >= high) continue;
+            float *value = args->out + s * args->out_stride + (channel - low);
+            *value = lowkey_add_residual(*value, lowkey_get_u16(entries + 4 * (size_t)i + 2), side->unit[channel]);
+        }
+    }
+}
+
+void lowkey_unpack_scalar(const struct lowkey_unpack_args *args)
+{
+    const struct lowkey_side *side = args->side;
+    const struct lowkey_head *head = &side->heads[args->head];
+    for (int r = 0; r < side->head_dim; r++) {
+        const struct lowkey_row *row = &head->rows[r];
+        const int g = args->head * side->head_dim + row->channel;
+        uint16_t codes[LOWKEY_PAGE_SLOTS], tops[LOWKEY_PAGE_SLOTS];
+        unpack_row(args->page + row->wide_offset, row->wide_bits, codes);
+        if (lowkey_has_top_bit(row->bits)) {
+            unpack_row(args->page + row->top_offset, 1, tops);
+            for (int t = 0; t < LOWKEY_PAGE_SLOTS; t++) codes[t] = (uint16_t)(codes[t] | tops[t] << row->wide_bits);
+        }
+        for (int s = 0; s < args->n_slots; s++) {
+            const int slot = args->first_slot + s;
+            const float value = lowkey_code_value(side, args->head, r, codes[slot]);
+            args->out[s * args->out_stride + row->channel] =
+                lowkey_on_grid(side, row, lowkey_grid_of(side, args->side_page, slot, g), value);
+        }
+    }
+    if (side->outlier_rule != LOWKEY_OUTLIER_NONE) add_outliers(args);
+}
