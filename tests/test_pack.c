@@ -1,0 +1,346 @@
+/* test_pack.c - packing is exact: every level of the table against the rules of formats/README.md written a second time
+ * (pack_oracle.c), and against pages written by hand. */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "tests/cases.h"
+#include "tests/check.h"
+#include "tests/pack_oracle.h"
+#include "tests/packed.h"
+
+static int is_same_float(float a, float b)
+{
+    return memcmp(&a, &b, sizeof a) == 0;
+}
+
+/* One slot of a packed side against the oracle's token. */
+static void check_slot(const lowkey_side_desc *side, const struct lowkey_packed *packed, int slot,
+                       const struct lowkey_oracle_token *want, const char *what)
+{
+    const int d = packed->side->head_dim, n = packed->side->n_heads * d;
+    for (int c = 0; c < n; c++) {
+        const unsigned code = lowkey_oracle_code(side, d, c / d, packed->pages[c / d], c % d, slot);
+        if (code != want->codes[c])
+            fail_msg("%s: slot %d channel %d (%d bits): code %u, wanted %u", what, slot, c, side->bits[c], code, want->codes[c]);
+    }
+    for (int b = 0; side->token_scale != LOWKEY_SCALE_NONE && b < n / side->scale_block; b++) {
+        const float scale = lowkey_oracle_scale(side, n, packed->side_page, slot, b, 0);
+        const float zero = lowkey_oracle_scale(side, n, packed->side_page, slot, b, 1);
+        if (!is_same_float(scale, want->scales[b]) || !is_same_float(zero, want->zeros[b]))
+            fail_msg("%s: slot %d block %d: scale %a zero %a, wanted %a %a", what, slot, b, (double)scale, (double)zero,
+                     (double)want->scales[b], (double)want->zeros[b]);
+    }
+    if (side->outlier_rule == LOWKEY_OUTLIER_NONE) return;
+    struct lowkey_oracle_outlier *found = calloc((size_t)n + UINT16_MAX, sizeof *found);
+    const int n_found = lowkey_oracle_outliers(side, n, packed->side_page, slot, packed->first_live_slot, found);
+    assert_int_equal(n_found, want->n_outliers);
+    for (int i = 0; i < n_found; i++) {
+        assert_int_equal(found[i].channel, want->outliers[i].channel);
+        assert_true(found[i].residual == want->outliers[i].residual);
+    }
+    free(found);
+}
+
+/* Pack slots first_live..63 with each level, and compare codes, scales, outliers and counts. */
+static void check_side(const lowkey_layer_desc *layer, const struct lowkey_side *side, int which, int first_live,
+                       const float *x, const char *what)
+{
+    const lowkey_side_desc *desc = which ? &layer->value : &layer->key;
+    const int n = side->n_heads * side->head_dim;
+    assert_int_equal(side->layout.bytes, lowkey_oracle_side_page_bytes(desc, n));
+    for (int h = 0; h < side->n_heads; h++)
+        assert_int_equal(side->heads[h].page_bytes, lowkey_oracle_page_bytes(desc, side->head_dim, h));
+    struct lowkey_oracle_token *want = lowkey_oracle_token_new(n);
+    for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++) {
+        if (!kernels->supported()) continue;
+        struct lowkey_packed packed;
+        lowkey_packed_init(&packed, side, first_live, 0xd7);
+        lowkey_packed_add(&packed, kernels, first_live, 64 - first_live, x);
+        long outliers = 0, clamped = 0, saturated = 0;
+        for (int slot = first_live; slot < 64; slot++) {
+            lowkey_oracle_pack(desc, side->n_heads, side->head_dim, x + (slot - first_live) * n,
+                               desc->outlier_page_capacity - (int)outliers, want);
+            check_slot(desc, &packed, slot, want, what);
+            outliers += want->n_outliers, clamped += want->clamped, saturated += want->saturated;
+        }
+        assert_int_equal(packed.counts.outliers, outliers);
+        assert_int_equal(packed.counts.clamped, clamped);
+        assert_int_equal(packed.counts.saturated, saturated);
+        lowkey_packed_free(&packed);
+    }
+    lowkey_oracle_token_free(want);
+}
+
+static void test_every_format_and_shape(void **state)
+{
+    (void)state;
+    for (int shape = 0; shape < LOWKEY_N_SHAPES; shape++)
+        for (int format = 0; format < LOWKEY_N_FORMATS; format++) {
+            const struct lowkey_quantizer_choice choice = lowkey_case(shape, format, (format + shape) % LOWKEY_N_FORMATS);
+            lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+            const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+            struct lowkey_random random = { (uint64_t)(shape * 100 + format) };
+            for (int which = 0; which < 2; which++) {
+                const struct lowkey_side *side = &layer->side[which];
+                float *x = malloc(64 * sizeof *x * (size_t)(side->n_heads * side->head_dim));
+                const enum lowkey_distribution distribution = (format + shape + which) % LOWKEY_N_DISTRIBUTIONS;
+                const int first_live = format % 3 == 0 ? 0 : format % 3 == 1 ? 5 : 63;
+                lowkey_make_rows(&random, layer->desc, which, distribution, 64 - first_live, x);
+                check_side(layer->desc, side, which, first_live, x, lowkey_formats[format].name);
+                free(x);
+            }
+            lowkey_quantizer_free(quantizer);
+        }
+}
+
+static void test_magnitudes(void **state)
+{
+    (void)state;
+    static const double magnitudes[] = { 1e-37, 1e-30, 1e-6, 1e5, 1e30, 3e38 };
+    for (int m = 0; m < 6; m++)
+        for (int format = 0; format < LOWKEY_N_FORMATS; format++) {
+            struct lowkey_quantizer_choice choice = lowkey_case(1, format, format);
+            choice.key.magnitude = choice.value.magnitude = magnitudes[m];
+            lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+            const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+            struct lowkey_random random = { (uint64_t)(m * 100 + format) };
+            float *x = malloc(64 * 192 * sizeof *x);
+            lowkey_make_rows(&random, layer->desc, 0, LOWKEY_OUTLIERS, 64, x);
+            if (choice.key.token_scale != LOWKEY_SCALE_NONE) /* there the range is found in the token */
+                for (int i = 0; i < 64 * 192; i++) {
+                    x[i] = (float)(magnitudes[m] * (double)x[i]);
+                    if (!isfinite(x[i])) x[i] = i % 2 ? -FLT_MAX : FLT_MAX;
+                }
+            check_side(layer->desc, &layer->side[0], 0, 0, x, lowkey_formats[format].name);
+            free(x);
+            lowkey_quantizer_free(quantizer);
+        }
+}
+
+/* The same tokens 64 at once, one by one, and 7 + 57, give the same bytes in what they own; and other slots stay. */
+static void test_any_cut_gives_the_same_bytes(void **state)
+{
+    (void)state;
+    for (int format = 0; format < LOWKEY_N_FORMATS; format++) {
+        const struct lowkey_quantizer_choice choice = lowkey_case(3, format, format);
+        lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+        const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+        const struct lowkey_side *side = &layer->side[0];
+        const int n = side->n_heads * side->head_dim;
+        struct lowkey_random random = { 5 };
+        float *x = malloc(64 * sizeof *x * (size_t)n);
+        lowkey_make_rows(&random, layer->desc, 0, LOWKEY_OUTLIERS, 64, x);
+        struct lowkey_packed cuts[3];
+        for (int i = 0; i < 3; i++) lowkey_packed_init(&cuts[i], side, 0, 0x3c);
+        for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++) {
+            lowkey_packed_add(&cuts[0], kernels, 0, 64, x);
+            for (int i = 0; i < 64; i++) lowkey_packed_add(&cuts[1], kernels, i, 1, x + i * n);
+            lowkey_packed_add(&cuts[2], kernels, 0, 7, x);
+            lowkey_packed_add(&cuts[2], kernels, 7, 57, x + 7 * n);
+            for (int i = 1; i < 3; i++) {
+                for (int h = 0; h < side->n_heads; h++)
+                    assert_memory_equal(cuts[0].pages[h], cuts[i].pages[h], side->heads[h].page_bytes);
+                if (side->layout.bytes) assert_memory_equal(cuts[0].side_page, cuts[i].side_page, side->layout.bytes);
+                assert_memory_equal(&cuts[0].counts, &cuts[i].counts, sizeof cuts[0].counts);
+            }
+        }
+        /* Packing slots 10..12 again with other tokens leaves every other code as it is. */
+        struct lowkey_oracle_token *before = lowkey_oracle_token_new(n);
+        lowkey_packed_add(&cuts[1], lowkey_kernels_find(NULL), 10, 3, x + 20 * n);
+        for (int slot = 0; slot < 64; slot++)
+            for (int c = 0; c < n; c++) {
+                const int d = side->head_dim, from = slot >= 10 && slot < 13 ? slot + 10 : slot;
+                if (side->outlier_rule != LOWKEY_OUTLIER_NONE) break; /* room differs */
+                assert_int_equal(lowkey_oracle_code(&layer->desc->key, d, c / d, cuts[1].pages[c / d], c % d, slot),
+                                 lowkey_oracle_code(&layer->desc->key, d, c / d, cuts[0].pages[c / d], c % d, from));
+            }
+        lowkey_oracle_token_free(before);
+        for (int i = 0; i < 3; i++) lowkey_packed_free(&cuts[i]);
+        free(x);
+        lowkey_quantizer_free(quantizer);
+    }
+}
+
+/* ---- by hand: 8 channels, tables 0, 1, 2, ...: the code of x is x itself ---- */
+
+struct ramp {
+    lowkey_quantizer *quantizer;
+    const struct lowkey_layer *layer;
+};
+
+/* boundaries at k + 1/2. bits of all 8 channels, keys and values alike. */
+static struct ramp make_ramp(int bits, lowkey_outlier_rule rule, int rank, int cap, int capacity)
+{
+    enum { N = 8 };
+    uint8_t widths[N];
+    float table[N * 32], boundary[N * 32], lower[N], upper[N];
+    const int n_table = 1 << bits;
+    for (int c = 0; c < N; c++) {
+        widths[c] = (uint8_t)bits;
+        lower[c] = 0, upper[c] = (float)(n_table - 1);
+        for (int k = 0; k < n_table; k++) table[c * n_table + k] = (float)k;
+        for (int k = 0; k + 1 < n_table; k++) boundary[c * (n_table - 1) + k] = (float)k + 0.5f;
+    }
+    const lowkey_side_desc side = { .struct_size = sizeof side, .bits = widths, .table_entries = n_table, .table = table,
+                                    .boundary = boundary, .lower = lower, .upper = upper, .outlier_rule = rule,
+                                    .outlier_rank = rank, .outlier_cap = cap, .outlier_page_capacity = capacity };
+    const lowkey_layer_desc layer = { .struct_size = sizeof layer, .n_q_heads = 1, .n_kv_heads = 1, .key_head_dim = N,
+                                      .value_head_dim = N, .key = side, .value = side };
+    const lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = 1, .layers = &layer };
+    struct ramp ramp = { 0 };
+    lowkey_error err;
+    assert_ok(lowkey_quantizer_create(&desc, NULL, &ramp.quantizer, &err), err);
+    ramp.layer = lowkey_quantizer_layer_at(ramp.quantizer, 0);
+    return ramp;
+}
+
+/* Channel 0 holds the token's number mod 2^bits, channel 1 the same with all bits turned, the others 0. */
+static void test_pages_by_hand(void **state)
+{
+    (void)state;
+    static const struct {
+        int bits;
+        size_t page_bytes;
+        struct { size_t offset; int value; } bytes[12];
+    } golden[] = {
+        /* 2 bits: byte b of channel 0's row holds slots b, b + 16, b + 32, b + 48: all b mod 4, so b mod 4 * 0x55 */
+        { 2, 128, { { 0, 0x00 }, { 1, 0x55 }, { 2, 0xaa }, { 3, 0xff }, { 15, 0xff }, { 16, 0xff }, { 17, 0xaa }, { 18, 0x55 }, { 32, 0 } } },
+        /* 3 bits: the low two as above at 0, then from 128 on the top bit: byte b holds slots b, b + 8, ...: slots of equal code */
+        { 3, 192, { { 0, 0x00 }, { 1, 0x55 }, { 3, 0xff }, { 4, 0x00 }, { 16, 0xff }, { 128, 0x00 }, { 131, 0x00 }, { 132, 0xff }, { 135, 0xff }, { 136, 0xff }, { 140, 0x00 }, { 144, 0 } } },
+        /* 4 bits: byte b holds slots b and b + 32: b mod 16 twice */
+        { 4, 256, { { 0, 0x00 }, { 1, 0x11 }, { 9, 0x99 }, { 15, 0xff }, { 16, 0x00 }, { 31, 0xff }, { 32, 0xff }, { 33, 0xee }, { 47, 0x00 }, { 64, 0 } } },
+        /* 1 bit: byte b holds slots b, b + 8, ... */
+        { 1, 64, { { 0, 0x00 }, { 1, 0xff }, { 2, 0x00 }, { 7, 0xff }, { 8, 0xff }, { 9, 0x00 }, { 16, 0 } } },
+        /* 5 bits: 4 low bits at 0, the top bit from 256 on: slots b, b + 8, ... are b, b + 8, b + 16, b + 24 and again: 0xcc */
+        { 5, 320, { { 0, 0x00 }, { 1, 0x11 }, { 16, 0x00 }, { 33, 0xee }, { 256, 0xcc }, { 263, 0xcc }, { 264, 0x33 }, { 272, 0 } } },
+    };
+    for (size_t g = 0; g < sizeof golden / sizeof golden[0]; g++) {
+        const struct ramp ramp = make_ramp(golden[g].bits, LOWKEY_OUTLIER_NONE, 0, 0, 0);
+        const int mask = (1 << golden[g].bits) - 1;
+        float x[64][8] = { { 0 } };
+        for (int t = 0; t < 64; t++) x[t][0] = (float)(t & mask), x[t][1] = (float)(~t & mask);
+        assert_int_equal(ramp.layer->side[0].heads[0].page_bytes, golden[g].page_bytes);
+        for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++) {
+            struct lowkey_packed packed;
+            lowkey_packed_init(&packed, &ramp.layer->side[0], 0, 0xee);
+            lowkey_packed_add(&packed, kernels, 0, 64, &x[0][0]);
+            for (int i = 0; i < 12; i++)
+                if (i == 0 || golden[g].bytes[i].offset)
+                    assert_int_equal(packed.pages[0][golden[g].bytes[i].offset], golden[g].bytes[i].value);
+            lowkey_packed_free(&packed);
+        }
+        lowkey_quantizer_free(ramp.quantizer);
+    }
+}
+
+/* Vectors of n codes 0, 1, 2, ... packed over noise: the slots before and behind keep their bits. */
+static void test_few_slots_by_hand(void **state)
+{
+    (void)state;
+    const struct ramp ramp = make_ramp(2, LOWKEY_OUTLIER_NONE, 0, 0, 0);
+    struct lowkey_packed packed;
+    lowkey_packed_init(&packed, &ramp.layer->side[0], 0, 0xff);
+    float x[11][8] = { { 0 } };
+    for (int t = 0; t < 11; t++) x[t][0] = (float)(t & 3);
+    lowkey_packed_add(&packed, lowkey_kernels_find("scalar"), 14, 11, &x[0][0]); /* slots 14..24 */
+    static const uint8_t want[16] = { 0xfb, 0xff, 0xf3, 0xf7, 0xfb, 0xff, 0xf3, 0xf7, 0xfb, 0xff, 0xff, 0xff, 0xff, 0xff, 0xfc, 0xfd };
+    assert_memory_equal(packed.pages[0], want, 16);
+    lowkey_packed_free(&packed);
+    lowkey_quantizer_free(ramp.quantizer);
+}
+
+static void pack_one(const struct ramp *ramp, const float *x, struct lowkey_packed *packed)
+{
+    lowkey_packed_init(packed, &ramp->layer->side[0], 0, 0x11);
+    lowkey_packed_add(packed, lowkey_kernels_find("scalar"), 0, 1, x);
+}
+
+static void test_boundary_ties_go_to_the_lower_code(void **state)
+{
+    (void)state;
+    const struct ramp ramp = make_ramp(3, LOWKEY_OUTLIER_NONE, 0, 0, 0);
+    const float x[8] = { 0.5f, nextafterf(0.5f, 1), 6.5f, nextafterf(6.5f, 7), -0.0f, -1e30f, 1e30f, 3.5f };
+    static const unsigned want[8] = { 0, 1, 6, 7, 0, 0, 7, 3 };
+    struct lowkey_packed packed;
+    pack_one(&ramp, x, &packed);
+    for (int c = 0; c < 8; c++)
+        assert_int_equal(lowkey_oracle_code(&ramp.layer->desc->key, 8, 0, packed.pages[0], c, 0), want[c]);
+    lowkey_packed_free(&packed);
+    lowkey_quantizer_free(ramp.quantizer);
+}
+
+static void test_limit_outliers_by_hand(void **state)
+{
+    (void)state;
+    /* Limits 0..3. Relative distances 1, 1, 2, 1/3, ... cap 3: channel 3 (the farthest), then 1 and 2 by number. */
+    const struct ramp ramp = make_ramp(2, LOWKEY_OUTLIER_LIMIT, 0, 3, 192);
+    const float x[8] = { 0, 6, -3, 9, 3, 4, -3, 2 };
+    struct lowkey_packed packed;
+    pack_one(&ramp, x, &packed);
+    struct lowkey_oracle_outlier found[192];
+    assert_int_equal(lowkey_oracle_outliers(&ramp.layer->desc->key, 8, packed.side_page, 0, 0, found), 3);
+    assert_int_equal(found[0].channel, 1), assert_true(found[0].residual == 3);
+    assert_int_equal(found[1].channel, 2), assert_true(found[1].residual == -3);
+    assert_int_equal(found[2].channel, 3), assert_true(found[2].residual == 6);
+    assert_int_equal(packed.counts.outliers, 3);
+    assert_int_equal(packed.counts.clamped, 2); /* channels 5 and 6 */
+    lowkey_packed_free(&packed);
+    lowkey_quantizer_free(ramp.quantizer);
+}
+
+static void test_rank_outliers_by_hand(void **state)
+{
+    (void)state;
+    /* Two at each end: 3, 3 at channels 1 and 4 (5 ties and is higher); 0, 0 at channels 0 and 2 (7 ties). */
+    const struct ramp ramp = make_ramp(2, LOWKEY_OUTLIER_RANK, 2, 8, 6);
+    const float x[8] = { 0, 3, 0, 1, 3, 3, 2, 0 };
+    struct lowkey_packed packed;
+    pack_one(&ramp, x, &packed);
+    struct lowkey_oracle_outlier found[192];
+    assert_int_equal(lowkey_oracle_outliers(&ramp.layer->desc->key, 8, packed.side_page, 0, 0, found), 4);
+    static const int want[4] = { 0, 1, 2, 4 };
+    for (int i = 0; i < 4; i++) assert_int_equal(found[i].channel, want[i]);
+    /* The page has room for two more: the lowest channels get it. Then for none. */
+    lowkey_packed_add(&packed, lowkey_kernels_find("scalar"), 1, 1, x);
+    assert_int_equal(lowkey_oracle_outliers(&ramp.layer->desc->key, 8, packed.side_page, 1, 0, found), 2);
+    assert_int_equal(found[0].channel, 0), assert_int_equal(found[1].channel, 1);
+    lowkey_packed_add(&packed, lowkey_kernels_find("scalar"), 2, 1, x);
+    assert_int_equal(lowkey_oracle_outliers(&ramp.layer->desc->key, 8, packed.side_page, 2, 0, found), 0);
+    assert_int_equal(packed.counts.outliers, 6);
+    assert_int_equal(packed.counts.clamped, 2 + 4);
+    lowkey_packed_free(&packed);
+    lowkey_quantizer_free(ramp.quantizer);
+}
+
+static void test_saturation_is_counted(void **state)
+{
+    (void)state;
+    const struct ramp ramp = make_ramp(2, LOWKEY_OUTLIER_LIMIT, 0, 8, 512);
+    const float x[8] = { 65519 + 3, 65520 + 3, -70000, 3e38f, 1, 2, 3, 0 };
+    struct lowkey_packed packed;
+    pack_one(&ramp, x, &packed);
+    assert_int_equal(packed.counts.outliers, 4);
+    assert_int_equal(packed.counts.saturated, 3);
+    float out[8];
+    lowkey_packed_read(&packed, lowkey_kernels_find("scalar"), 0, 0, 1, out);
+    assert_true(out[0] == 65504 + 3 && out[2] == -65504 && out[3] == 65504 + 3);
+    lowkey_packed_free(&packed);
+    lowkey_quantizer_free(ramp.quantizer);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        { "pack: every level writes what the document says, every format and shape", test_every_format_and_shape, NULL, NULL, NULL },
+        { "pack: channels of magnitude 1e-37 to 3e38", test_magnitudes, NULL, NULL, NULL },
+        { "pack: 64 tokens at once, one by one, 7 + 57 give the same bytes", test_any_cut_gives_the_same_bytes, NULL, NULL, NULL },
+        { "pack: pages of 1 to 5 bits are the bytes written by hand", test_pages_by_hand, NULL, NULL, NULL },
+        { "pack: eleven slots in the middle leave the others' bits", test_few_slots_by_hand, NULL, NULL, NULL },
+        { "pack: a tie on a boundary goes to the lower code", test_boundary_ties_go_to_the_lower_code, NULL, NULL, NULL },
+        { "pack: outliers by limit, cap and ties by hand", test_limit_outliers_by_hand, NULL, NULL, NULL },
+        { "pack: outliers by rank, ties and a full page by hand", test_rank_outliers_by_hand, NULL, NULL, NULL },
+        { "pack: residuals beyond f16 saturate and are counted", test_saturation_is_counted, NULL, NULL, NULL },
+    };
+    return lowkey_run_tests(tests);
+}
