@@ -1,9 +1,10 @@
 /* quantizer.c - the quantizer object: a checked copy of a description with every default filled in, and beside it the
  * layout by rows that kernels walk. Two blocks of memory, whatever the number of layers. */
 #include <stdalign.h>
-#include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 
+#include "formats/caller.h"
 #include "formats/geometry.h"
 #include "formats/quantizer_parts.h"
 #include "runtime/error.h"
@@ -15,74 +16,7 @@ struct lowkey_quantizer {
     struct lowkey_block copies, rows; /* this object and what desc points to; layers and what they point to */
 };
 
-static void *default_alloc(void *user, size_t bytes, size_t alignment)
-{
-    (void)user;
-    return aligned_alloc(alignment, bytes);
-}
-
-static void default_free(void *user, void *block, size_t bytes)
-{
-    (void)user;
-    (void)bytes;
-    free(block);
-}
-
-static lowkey_status pick_allocator(const lowkey_allocator *given, lowkey_allocator *out, lowkey_error *err)
-{
-    *out = given && given->alloc ? *given
-                                 : (lowkey_allocator) { .alloc = default_alloc, .free = default_free };
-    if (given && !given->alloc != !given->free)
-        return lowkey_fail(err, LOWKEY_EINVAL,
-                           "allocator: expected both of alloc and free or neither, found one");
-    return LOWKEY_OK;
-}
-
-/* ---- blocks ---- */
-
-void *lowkey_block_take(struct lowkey_block *block, size_t count, size_t bytes_each)
-{
-    const size_t start = block->used;
-    size_t bytes, end;
-    block->overflow |= __builtin_mul_overflow(count, bytes_each, &bytes) ||
-                       __builtin_add_overflow(bytes, 63, &bytes) ||
-                       __builtin_add_overflow(start, bytes & ~(size_t)63, &end);
-    block->used = block->overflow ? start : end;
-    return block->base ? block->base + start : NULL;
-}
-
-/* Give a measured block its memory, and start it over for the run that fills. */
-static lowkey_status block_allocate(struct lowkey_block *block, const lowkey_allocator *allocator,
-                                    lowkey_error *err)
-{
-    block->bytes = block->used;
-    block->used = 0;
-    if (!block->overflow) block->base = allocator->alloc(allocator->user, block->bytes, 64);
-    if (!block->base)
-        return lowkey_fail(err, LOWKEY_ENOMEM, "quantizer: no memory for %zu bytes", block->bytes);
-    return LOWKEY_OK;
-}
-
 /* ---- structs as the caller compiled them ---- */
-
-/* to = from; fields that the caller's version lacked become 0, fields that this one lacks must be 0. */
-static lowkey_status read_struct(void *to, size_t to_size, const void *from, size_t from_size,
-                                 const char *what, int index, lowkey_error *err)
-{
-    if (from_size == 0)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s %d: struct_size: expected the struct's size, found 0",
-                           what, index);
-    const unsigned char *bytes = from;
-    for (size_t i = to_size; i < from_size; i++)
-        if (bytes[i])
-            return lowkey_fail(err, LOWKEY_EUNSUPPORTED,
-                               "%s %d: byte %zu of %zu is set, but lowkey %s knows only %zu", what, index, i,
-                               from_size, lowkey_version(), to_size);
-    memset(to, 0, to_size);
-    memcpy(to, from, from_size < to_size ? from_size : to_size);
-    memcpy(to, &to_size, sizeof to_size);
-    return LOWKEY_OK;
-}
 
 /* Layer number i, defaults of its geometry filled. A caller's layers are as far apart as its struct is long, and its
  * value begins where its key ends. with_sides == 0: key and value are left empty. */
@@ -98,7 +32,9 @@ static lowkey_status read_layer(const lowkey_quantizer_desc *desc, int i, int wi
                            "layers[%d]: struct_size: expected the struct's size, %zu in this version and the "
                            "same in all, found %zu",
                            i, sizeof *layer, own_size);
-    LOWKEY_TRY(read_struct(layer, key_at, given, size < key_at ? size : key_at, "layers", i, err));
+    char what[32];
+    snprintf(what, sizeof what, "layers %d", i);
+    LOWKEY_TRY(lowkey_struct_read(layer, key_at, given, size < key_at ? size : key_at, what, err));
     layer->struct_size = sizeof *layer;
     layer->key = layer->value = (lowkey_side_desc) { 0 };
     lowkey_geometry_fill(layer);
@@ -113,10 +49,11 @@ static lowkey_status read_layer(const lowkey_quantizer_desc *desc, int i, int wi
                            "this version, found %zu and %zu",
                            i, sizeof layer->key, key_size, value_size);
     const size_t end = key_at + key_size + value_size;
-    LOWKEY_TRY(
-        read_struct(&layer->key, sizeof layer->key, given + key_at, key_size, "key of layers", i, err));
-    LOWKEY_TRY(read_struct(&layer->value, sizeof layer->value, given + key_at + key_size, value_size,
-                           "value of layers", i, err));
+    snprintf(what, sizeof what, "key of layers %d", i);
+    LOWKEY_TRY(lowkey_struct_read(&layer->key, sizeof layer->key, given + key_at, key_size, what, err));
+    snprintf(what, sizeof what, "value of layers %d", i);
+    LOWKEY_TRY(lowkey_struct_read(&layer->value, sizeof layer->value, given + key_at + key_size, value_size,
+                                  what, err));
     size_t rest = 0; /* fields behind value, of a later version */
     for (size_t at = end; at < size; at++) rest += given[at] != 0;
     if (rest)
@@ -264,14 +201,14 @@ lowkey_status lowkey_quantizer_create(const lowkey_quantizer_desc *given,
     if (!given) return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_quantizer_create: desc is NULL");
     lowkey_quantizer_desc desc;
     lowkey_allocator allocator;
-    LOWKEY_TRY(pick_allocator(given_allocator, &allocator, err));
-    LOWKEY_TRY(read_struct(&desc, sizeof desc, given, given->struct_size, "description", 0, err));
+    LOWKEY_TRY(lowkey_allocator_read(given_allocator, &allocator, err));
+    LOWKEY_TRY(lowkey_struct_read(&desc, sizeof desc, given, given->struct_size, "description 0", err));
     LOWKEY_TRY(check_desc(&desc, err));
 
     struct lowkey_block copies = { 0 };
     lowkey_quantizer *quantizer = NULL;
     LOWKEY_TRY(copy_desc(&copies, &desc, &quantizer, err));
-    LOWKEY_TRY(block_allocate(&copies, &allocator, err));
+    LOWKEY_TRY(lowkey_block_allocate(&copies, &allocator, "quantizer", err));
     lowkey_status status = copy_desc(&copies, &desc, &quantizer, err);
     if (status != LOWKEY_OK) return allocator.free(allocator.user, copies.base, copies.bytes), status;
     quantizer->allocator = allocator;
@@ -280,7 +217,7 @@ lowkey_status lowkey_quantizer_create(const lowkey_quantizer_desc *given,
     status = check_layers(&quantizer->desc, err);
     if (status == LOWKEY_OK) {
         build_layers(&quantizer->rows, quantizer);
-        status = block_allocate(&quantizer->rows, &allocator, err);
+        status = lowkey_block_allocate(&quantizer->rows, &allocator, "quantizer", err);
     }
     if (status != LOWKEY_OK) return lowkey_quantizer_free(quantizer), status;
     build_layers(&quantizer->rows, quantizer);
@@ -361,8 +298,8 @@ lowkey_status lowkey_quantizer_create_16bit(const lowkey_quantizer_desc *geometr
                            (int)rule);
     lowkey_quantizer_desc desc;
     lowkey_allocator allocator;
-    LOWKEY_TRY(pick_allocator(given_allocator, &allocator, err));
-    LOWKEY_TRY(read_struct(&desc, sizeof desc, geometry, geometry->struct_size, "description", 0, err));
+    LOWKEY_TRY(lowkey_allocator_read(given_allocator, &allocator, err));
+    LOWKEY_TRY(lowkey_struct_read(&desc, sizeof desc, geometry, geometry->struct_size, "description 0", err));
     LOWKEY_TRY(check_desc(&desc, err));
 
     struct lowkey_block block = { 0 };
@@ -374,7 +311,7 @@ lowkey_status lowkey_quantizer_create_16bit(const lowkey_quantizer_desc *geometr
         bits = lowkey_block_take(&block, LOWKEY_MAX_CHANNELS, sizeof *bits);
         lower = lowkey_block_take(&block, LOWKEY_MAX_CHANNELS, sizeof *lower);
         upper = lowkey_block_take(&block, LOWKEY_MAX_CHANNELS, sizeof *upper);
-        if (!filling) LOWKEY_TRY(block_allocate(&block, &allocator, err));
+        if (!filling) LOWKEY_TRY(lowkey_block_allocate(&block, &allocator, "quantizer", err));
     }
     const float largest = rule == LOWKEY_RULE_F16 ? 65504.0f : 0x1.fep127f;
     for (int c = 0; c < LOWKEY_MAX_CHANNELS; c++) bits[c] = 16, lower[c] = -largest, upper[c] = largest;

@@ -8,11 +8,11 @@
 #include "kernels/kernels.h"
 
 struct scratch {
-    float *keys;    /* [64][key_head_dim] as stored, before RoPE */
-    float *turned;  /* [key_head_dim][64] after RoPE, so that scores of all slots are summed side by side */
-    float *values;  /* [64][value_head_dim] */
-    float *scores;  /* [64], then weights */
-    float *out;     /* [value_head_dim] of one row */
+    float *keys; /* [64][key_head_dim] as stored, before RoPE */
+    float *turned; /* [key_head_dim][64] after RoPE, so that scores of all slots are summed side by side */
+    float *values; /* [64][value_head_dim] */
+    float *scores; /* [64], then weights */
+    float *out; /* [value_head_dim] of one row */
 };
 
 static size_t pad16(size_t n_floats)
@@ -23,10 +23,11 @@ static size_t pad16(size_t n_floats)
 /* Cut base into the arrays of scratch (may be NULL) and return how many floats they take. */
 static size_t cut_scratch(int key_head_dim, int value_head_dim, float *base, struct scratch *scratch)
 {
-    const size_t n_keys = LOWKEY_PAGE_SLOTS * (size_t)key_head_dim, n_values = LOWKEY_PAGE_SLOTS * (size_t)value_head_dim;
+    const size_t n_keys = LOWKEY_PAGE_SLOTS * (size_t)key_head_dim,
+                 n_values = LOWKEY_PAGE_SLOTS * (size_t)value_head_dim;
     const size_t values = 2 * n_keys, scores = values + n_values, out = scores + LOWKEY_PAGE_SLOTS;
     if (scratch)
-        *scratch = (struct scratch){ base, base + n_keys, base + values, base + scores, base + out };
+        *scratch = (struct scratch) { base, base + n_keys, base + values, base + scores, base + out };
     return out + pad16((size_t)value_head_dim);
 }
 
@@ -37,18 +38,26 @@ size_t lowkey_attend_scratch_bytes(const struct lowkey_side *key, const struct l
 
 /* Slots 0..n_slots-1 of keys or values into out[slot][channel]: sinks from their store, the rest from the page. */
 static void load(const struct lowkey_attend_page_args *args, int n_slots, const struct lowkey_side *side,
-                 const uint8_t *page, const uint8_t *side_page, const uint16_t *sinks, ptrdiff_t sink_stride, float *out)
+                 const uint8_t *page, const uint8_t *side_page, const uint16_t *sinks, ptrdiff_t sink_stride,
+                 float *out)
 {
     const int D = side->head_dim, n_sinks = args->n_sink_slots < n_slots ? args->n_sink_slots : n_slots;
     for (int t = 0; t < n_sinks; t++)
         for (int c = 0; c < D; c++) {
             const uint16_t code = sinks[t * sink_stride + c];
-            out[t * D + c] = args->sink_rule == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32(code) : lowkey_f16_to_f32(code);
+            out[t * D + c] = args->sink_rule == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32(code)
+                                                                 : lowkey_f16_to_f32(code);
         }
     if (n_sinks == n_slots) return;
-    lowkey_unpack_scalar(&(struct lowkey_unpack_args){
-        .side = side, .head = args->head, .page = page, .side_page = side_page, .first_slot = n_sinks,
-        .n_slots = n_slots - n_sinks, .first_live_slot = args->n_sink_slots, .out = out + n_sinks * D, .out_stride = D });
+    lowkey_unpack_scalar(&(struct lowkey_unpack_args) { .side = side,
+                                                        .head = args->head,
+                                                        .page = page,
+                                                        .side_page = side_page,
+                                                        .first_slot = n_sinks,
+                                                        .n_slots = n_slots - n_sinks,
+                                                        .first_live_slot = args->n_sink_slots,
+                                                        .out = out + n_sinks * D,
+                                                        .out_stride = D });
 }
 
 /* Turn each slot's key by the page's base angle and the slot's own: the angle of the sum from both cosines and sines. */
@@ -58,9 +67,11 @@ static void turn_keys(const struct lowkey_attend_page_args *args, int n_slots, c
     for (int i = 0; i < n_pairs; i++) {
         int first, second;
         lowkey_rope_pair(args->rope_dims, args->rope_pairing, i, &first, &second);
-        float *turned_x = scratch->turned + first * LOWKEY_PAGE_SLOTS, *turned_y = scratch->turned + second * LOWKEY_PAGE_SLOTS;
+        float *turned_x = scratch->turned + first * LOWKEY_PAGE_SLOTS,
+              *turned_y = scratch->turned + second * LOWKEY_PAGE_SLOTS;
         for (int t = 0; t < n_slots; t++) {
-            const float slot_cos = args->slot_cos[t * n_pairs + i], slot_sin = args->slot_sin[t * n_pairs + i];
+            const float slot_cos = args->slot_cos[t * n_pairs + i],
+                        slot_sin = args->slot_sin[t * n_pairs + i];
             const float cosine = args->base_cos[i] * slot_cos - args->base_sin[i] * slot_sin;
             const float sine = args->base_sin[i] * slot_cos + args->base_cos[i] * slot_sin;
             const float x = scratch->keys[t * D + first], y = scratch->keys[t * D + second];
@@ -69,12 +80,13 @@ static void turn_keys(const struct lowkey_attend_page_args *args, int n_slots, c
         }
     }
     for (int c = args->rope_dims; c < D; c++)
-        for (int t = 0; t < n_slots; t++) scratch->turned[c * LOWKEY_PAGE_SLOTS + t] = scratch->keys[t * D + c];
+        for (int t = 0; t < n_slots; t++)
+            scratch->turned[c * LOWKEY_PAGE_SLOTS + t] = scratch->keys[t * D + c];
 }
 
 /* One row over slots 0..n-1, n > 0, into scratch->out, *max and *sum. */
-static void attend_row(const struct lowkey_attend_page_args *args, const float *q, int n, const struct scratch *scratch,
-                       float *max, float *sum)
+static void attend_row(const struct lowkey_attend_page_args *args, const float *q, int n,
+                       const struct scratch *scratch, float *max, float *sum)
 {
     float *scores = scratch->scores, *out = scratch->out;
     for (int t = 0; t < n; t++) scores[t] = 0;
@@ -105,8 +117,8 @@ void lowkey_attend_page_scalar(const struct lowkey_attend_page_args *args)
     for (int j = 0; j < args->n_rows; j++)
         if (args->n_visible[j] > n_slots) n_slots = args->n_visible[j];
     if (n_slots == 0) return;
-    load(args, n_slots, args->key, args->key_page, args->key_side_page, args->key_sinks, args->key_sink_stride,
-         scratch.keys);
+    load(args, n_slots, args->key, args->key_page, args->key_side_page, args->key_sinks,
+         args->key_sink_stride, scratch.keys);
     load(args, n_slots, args->value, args->value_page, args->value_side_page, args->value_sinks,
          args->value_sink_stride, scratch.values);
     turn_keys(args, n_slots, &scratch);
@@ -115,8 +127,8 @@ void lowkey_attend_page_scalar(const struct lowkey_attend_page_args *args)
         float max, sum;
         attend_row(args, args->q + (size_t)j * (size_t)key_dim, args->n_visible[j], &scratch, &max, &sum);
         lowkey_merge_scalar(1, value_dim,
-                            (struct lowkey_state){ args->state.out + (size_t)j * (size_t)value_dim,
-                                                   args->state.max + j, args->state.sum + j },
-                            (struct lowkey_state){ scratch.out, &max, &sum });
+                            (struct lowkey_state) { args->state.out + (size_t)j * (size_t)value_dim,
+                                                    args->state.max + j, args->state.sum + j },
+                            (struct lowkey_state) { scratch.out, &max, &sum });
     }
 }

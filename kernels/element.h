@@ -6,7 +6,8 @@
 #include "formats/half.h"
 #include "formats/side.h"
 
-struct lowkey_grid { /* scale and zero of a token's block of channels, as stored; 1 and 0 where there are none */
+struct
+    lowkey_grid { /* scale and zero of a token's block of channels, as stored; 1 and 0 where there are none */
     float scale, zero;
 };
 
@@ -29,7 +30,8 @@ LOWKEY_INLINE float lowkey_get_scale(const uint8_t *section, lowkey_token_scale 
     return lowkey_f32_from_bits((uint32_t)lowkey_get_u16(at) | (uint32_t)lowkey_get_u16(at + 2) << 16);
 }
 
-LOWKEY_INLINE void lowkey_put_scale(uint8_t *section, lowkey_token_scale type, size_t i, float x, uint64_t *n_saturated)
+LOWKEY_INLINE void lowkey_put_scale(uint8_t *section, lowkey_token_scale type, size_t i, float x,
+                                    uint64_t *n_saturated)
 {
     if (type == LOWKEY_SCALE_F16) {
         lowkey_put_u16(section + 2 * i, lowkey_f32_to_f16_saturate(x, n_saturated));
@@ -40,13 +42,14 @@ LOWKEY_INLINE void lowkey_put_scale(uint8_t *section, lowkey_token_scale type, s
 }
 
 /* The grid of channel h * head_dim + c at a slot. */
-LOWKEY_INLINE struct lowkey_grid lowkey_grid_of(const struct lowkey_side *side, const uint8_t *side_page, int slot,
-                                                int channel)
+LOWKEY_INLINE struct lowkey_grid lowkey_grid_of(const struct lowkey_side *side, const uint8_t *side_page,
+                                                int slot, int channel)
 {
-    if (side->token_scale == LOWKEY_SCALE_NONE) return (struct lowkey_grid){ 1, 0 };
+    if (side->token_scale == LOWKEY_SCALE_NONE) return (struct lowkey_grid) { 1, 0 };
     const size_t i = (size_t)slot * (size_t)side->n_blocks + (size_t)(channel / side->scale_block);
-    return (struct lowkey_grid){ lowkey_get_scale(side_page + side->layout.scale_offset, side->token_scale, i),
-                                 lowkey_get_scale(side_page + side->layout.zero_offset, side->token_scale, i) };
+    return (
+        struct lowkey_grid) { lowkey_get_scale(side_page + side->layout.scale_offset, side->token_scale, i),
+                              lowkey_get_scale(side_page + side->layout.zero_offset, side->token_scale, i) };
 }
 
 /* Which entries of a side page are a token's: first..end-1. */
@@ -65,8 +68,9 @@ LOWKEY_INLINE int lowkey_end_outlier(const struct lowkey_side *side, const uint8
 LOWKEY_INLINE float lowkey_code_value(const struct lowkey_side *side, int h, int r, unsigned code)
 {
     const struct lowkey_row *row = &side->heads[h].rows[r];
-    if (row->bits == 16) return side->rule_16 == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32((uint16_t)code)
-                                                                  : lowkey_f16_to_f32((uint16_t)code);
+    if (row->bits == 16)
+        return side->rule_16 == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32((uint16_t)code)
+                                                 : lowkey_f16_to_f32((uint16_t)code);
     if (row->bits != 8) return side->heads[h].table[(size_t)r * (size_t)side->table_entries + code];
     const float x = side->rule_8 == LOWKEY_RULE_INT8   ? (float)(code < 128 ? (int)code : (int)code - 256)
                     : side->rule_8 == LOWKEY_RULE_E4M3 ? lowkey_e4m3_to_f32((uint8_t)code)

@@ -10,7 +10,8 @@ static int always(void)
 
 const struct lowkey_kernels lowkey_kernels[] = {
     /* isa       supported  pack                unpack                attend_page                merge */
-    { "scalar", always, lowkey_pack_scalar, lowkey_unpack_scalar, lowkey_attend_page_scalar, lowkey_merge_scalar },
+    { "scalar", always, lowkey_pack_scalar, lowkey_unpack_scalar, lowkey_attend_page_scalar,
+      lowkey_merge_scalar },
     { 0 },
 };
 

@@ -9,8 +9,9 @@
 #include "formats/side.h"
 
 struct lowkey_pack_counts {
-    uint64_t outliers;  /* entries written */
-    uint64_t clamped;   /* outliers by the rule beyond a token's cap or the page's capacity: clamped to the table's ends */
+    uint64_t outliers; /* entries written */
+    uint64_t
+        clamped; /* outliers by the rule beyond a token's cap or the page's capacity: clamped to the table's ends */
     uint64_t saturated; /* elements whose residual, rule or scale met the end of its number format */
 };
 
@@ -18,13 +19,13 @@ struct lowkey_pack_counts {
  * "Packing, to the bit" (formats/README.md, "Packing") says. Clears and sets its own slots only. */
 struct lowkey_pack_args {
     const struct lowkey_side *side;
-    const float *x;                 /* [n_tokens][n_heads][head_dim], all finite */
+    const float *x; /* [n_tokens][n_heads][head_dim], all finite */
     ptrdiff_t token_stride, head_stride;
-    int n_tokens, first_slot;       /* first_slot + n_tokens <= 64 */
-    int first_live_slot;            /* of the page: sinks in page 0, else 0; its outliers start at entry 0 */
-    uint8_t *const *pages;          /* [n_heads] */
-    uint8_t *side_page;             /* NULL where side->layout.bytes == 0 */
-    void *scratch;                  /* lowkey_pack_scratch_bytes(side), 64-byte aligned */
+    int n_tokens, first_slot; /* first_slot + n_tokens <= 64 */
+    int first_live_slot; /* of the page: sinks in page 0, else 0; its outliers start at entry 0 */
+    uint8_t *const *pages; /* [n_heads] */
+    uint8_t *side_page; /* NULL where side->layout.bytes == 0 */
+    void *scratch; /* lowkey_pack_scratch_bytes(side), 64-byte aligned */
     struct lowkey_pack_counts *counts; /* added to */
 };
 typedef void lowkey_pack_fn(const struct lowkey_pack_args *args);
@@ -38,7 +39,7 @@ struct lowkey_unpack_args {
     const uint8_t *page, *side_page;
     int first_slot, n_slots;
     int first_live_slot;
-    float *out;                     /* [n_slots][out_stride] */
+    float *out; /* [n_slots][out_stride] */
     ptrdiff_t out_stride;
 };
 typedef void lowkey_unpack_fn(const struct lowkey_unpack_args *args);
@@ -46,8 +47,8 @@ typedef void lowkey_unpack_fn(const struct lowkey_unpack_args *args);
 /* The partial result of attention over some tokens, per query row: out is normalised by sum.
  * Empty: out 0, max -INFINITY, sum 0. */
 struct lowkey_state {
-    float *out;                     /* [n_rows][value_head_dim] */
-    float *max, *sum;               /* [n_rows] */
+    float *out; /* [n_rows][value_head_dim] */
+    float *max, *sum; /* [n_rows] */
 };
 
 /* Attend query rows over one page of one KV head and fold the result into state (online softmax, so a run of
@@ -56,26 +57,28 @@ struct lowkey_attend_page_args {
     const struct lowkey_side *key, *value;
     int head;
     const uint8_t *key_page, *value_page, *key_side_page, *value_side_page;
-    int n_slots;                    /* valid slots of the page, sinks included */
-    int n_sink_slots;               /* slots 0..n-1 come from the sink store instead */
+    int n_slots; /* valid slots of the page, sinks included */
+    int n_sink_slots; /* slots 0..n-1 come from the sink store instead */
     const uint16_t *key_sinks, *value_sinks; /* [n_sink_slots][..] of this head, f16 or bf16 by sink_rule */
     ptrdiff_t key_sink_stride, value_sink_stride; /* in elements, from token to token */
     lowkey_rule sink_rule;
     int rope_dims;
     lowkey_pairing rope_pairing;
-    const float *base_cos, *base_sin; /* [rope_dims/2] of the page's first position; cos and sin carry no factor */
+    const float *base_cos,
+        *base_sin; /* [rope_dims/2] of the page's first position; cos and sin carry no factor */
     const float *slot_cos, *slot_sin; /* [64][rope_dims/2] of positions 0..63 */
     int n_rows;
-    const float *q;                 /* [n_rows][key_head_dim], after RoPE, times logit_scale * attention_factor^2 */
-    const int *n_visible;           /* [n_rows], 0..n_slots; rows may see nothing */
+    const float *q; /* [n_rows][key_head_dim], after RoPE, times logit_scale * attention_factor^2 */
+    const int *n_visible; /* [n_rows], 0..n_slots; rows may see nothing */
     struct lowkey_state state;
-    float *scratch;                 /* lowkey_attend_scratch_bytes(key, value) / 4 floats, 64-byte aligned */
+    float *scratch; /* lowkey_attend_scratch_bytes(key, value) / 4 floats, 64-byte aligned */
 };
 typedef void lowkey_attend_page_fn(const struct lowkey_attend_page_args *args);
 size_t lowkey_attend_scratch_bytes(const struct lowkey_side *key, const struct lowkey_side *value);
 
 /* into = merge(into, from), row by row. Associative up to rounding; merging with an empty state changes nothing. */
-typedef void lowkey_merge_fn(int n_rows, int value_head_dim, struct lowkey_state into, struct lowkey_state from);
+typedef void lowkey_merge_fn(int n_rows, int value_head_dim, struct lowkey_state into,
+                             struct lowkey_state from);
 
 lowkey_pack_fn lowkey_pack_scalar;
 lowkey_unpack_fn lowkey_unpack_scalar;

@@ -9,7 +9,11 @@
 #include "kernels/element.h"
 #include "kernels/kernels.h"
 
-enum mark { ORDINARY, UNSTORED, STORED }; /* UNSTORED: an outlier by rank without room, outside of the range still */
+enum mark {
+    ORDINARY,
+    UNSTORED,
+    STORED
+}; /* UNSTORED: an outlier by rank without room, outside of the range still */
 
 struct pick { /* a candidate outlier */
     float key;
@@ -17,12 +21,12 @@ struct pick { /* a candidate outlier */
 };
 
 struct scratch { /* C = n_heads * head_dim channels */
-    float *x;            /* [C] the token */
-    float *target;       /* [head_dim] by row: x less the errors fed back so far */
-    struct pick *picks;  /* greatest key first */
+    float *x; /* [C] the token */
+    float *target; /* [head_dim] by row: x less the errors fed back so far */
+    struct pick *picks; /* greatest key first */
     uint16_t *residuals; /* [C] f16, where an outlier is stored */
-    uint8_t *bits;       /* [C] */
-    uint8_t *marks;      /* [C] enum mark */
+    uint8_t *bits; /* [C] */
+    uint8_t *marks; /* [C] enum mark */
 };
 
 static int max_picks(const struct lowkey_side *side)
@@ -48,10 +52,12 @@ static size_t cut_scratch(const struct lowkey_side *side, char *base, struct scr
     const size_t bits = residuals + pad64(n_channels * sizeof(uint16_t));
     const size_t marks = bits + pad64(n_channels);
     if (scratch)
-        *scratch = (struct scratch){ .x = (float *)base, .target = (float *)(base + target),
-                                     .picks = (struct pick *)(base + picks),
-                                     .residuals = (uint16_t *)(base + residuals),
-                                     .bits = (uint8_t *)base + bits, .marks = (uint8_t *)base + marks };
+        *scratch = (struct scratch) { .x = (float *)base,
+                                      .target = (float *)(base + target),
+                                      .picks = (struct pick *)(base + picks),
+                                      .residuals = (uint16_t *)(base + residuals),
+                                      .bits = (uint8_t *)base + bits,
+                                      .marks = (uint8_t *)base + marks };
     return marks + pad64(n_channels);
 }
 
@@ -70,7 +76,7 @@ static int keep_greatest(struct pick *picks, int n, int max, float key, int chan
     }
     int i = n;
     for (; i > 0 && key > picks[i - 1].key; i--) picks[i] = picks[i - 1];
-    picks[i] = (struct pick){ key, channel };
+    picks[i] = (struct pick) { key, channel };
     return n + 1;
 }
 
@@ -141,8 +147,10 @@ static void put_scales(const struct lowkey_pack_args *args, int slot, const stru
         const float scale = is_empty ? 0 : 0.5f * high - 0.5f * low;
         const size_t i = (size_t)slot * (size_t)side->n_blocks + (size_t)b;
         uint8_t *page = args->side_page;
-        lowkey_put_scale(page + side->layout.scale_offset, side->token_scale, i, scale, &args->counts->saturated);
-        lowkey_put_scale(page + side->layout.zero_offset, side->token_scale, i, zero, &args->counts->saturated);
+        lowkey_put_scale(page + side->layout.scale_offset, side->token_scale, i, scale,
+                         &args->counts->saturated);
+        lowkey_put_scale(page + side->layout.zero_offset, side->token_scale, i, zero,
+                         &args->counts->saturated);
     }
 }
 
@@ -158,8 +166,9 @@ static unsigned code_of(const struct lowkey_side *side, int h, int r, struct low
                         uint64_t *n_saturated)
 {
     const struct lowkey_row *row = &side->heads[h].rows[r];
-    if (row->bits == 16) return side->rule_16 == LOWKEY_RULE_BF16 ? lowkey_f32_to_bf16_saturate(t, n_saturated)
-                                                                  : lowkey_f32_to_f16_saturate(t, n_saturated);
+    if (row->bits == 16)
+        return side->rule_16 == LOWKEY_RULE_BF16 ? lowkey_f32_to_bf16_saturate(t, n_saturated)
+                                                 : lowkey_f32_to_f16_saturate(t, n_saturated);
     if (row->bits == 8) {
         const float u = t / side->rule_scale[(size_t)h * (size_t)side->head_dim + row->channel];
         return side->rule_8 == LOWKEY_RULE_INT8   ? int8_code(u, n_saturated)
@@ -185,7 +194,8 @@ static unsigned code_of(const struct lowkey_side *side, int h, int r, struct low
 #if defined(__x86_64__) && defined(__gnu_linux__)
 __attribute__((target_clones("default", "fma")))
 #endif
-static void feed_back(float *t, const float *factor, float error, int n)
+static void
+feed_back(float *t, const float *factor, float error, int n)
 {
     for (int i = 0; i < n; i++) t[i] = fmaf(-factor[i], error, t[i]);
 }
@@ -218,7 +228,8 @@ static void pack_head(const struct lowkey_pack_args *args, int h, int slot, cons
 }
 
 /* Write the token's entries behind those of earlier tokens, channels rising. */
-static void put_outliers(const struct lowkey_pack_args *args, int slot, int first, const struct scratch *scratch)
+static void put_outliers(const struct lowkey_pack_args *args, int slot, int first,
+                         const struct scratch *scratch)
 {
     const struct lowkey_side *side = args->side;
     const int n_channels = side->n_heads * side->head_dim;
@@ -241,13 +252,16 @@ void lowkey_pack_scalar(const struct lowkey_pack_args *args)
     struct scratch scratch;
     cut_scratch(side, args->scratch, &scratch);
     for (int h = 0; h < side->n_heads; h++)
-        for (int r = 0; r < D; r++) scratch.bits[h * D + side->heads[h].rows[r].channel] = side->heads[h].rows[r].bits;
+        for (int r = 0; r < D; r++)
+            scratch.bits[h * D + side->heads[h].rows[r].channel] = side->heads[h].rows[r].bits;
     for (int i = 0; i < args->n_tokens; i++) {
         const int slot = args->first_slot + i;
         for (int h = 0; h < side->n_heads; h++)
-            memcpy(scratch.x + (size_t)h * (size_t)D, args->x + i * args->token_stride + h * args->head_stride,
-                   (size_t)D * sizeof(float));
-        const int first = has_outliers ? lowkey_first_outlier(side, args->side_page, slot, args->first_live_slot) : 0;
+            memcpy(scratch.x + (size_t)h * (size_t)D,
+                   args->x + i * args->token_stride + h * args->head_stride, (size_t)D * sizeof(float));
+        const int first = has_outliers
+                              ? lowkey_first_outlier(side, args->side_page, slot, args->first_live_slot)
+                              : 0;
         mark_outliers(args, first, &scratch);
         put_scales(args, slot, &scratch);
         for (int h = 0; h < side->n_heads; h++) pack_head(args, h, slot, &scratch);

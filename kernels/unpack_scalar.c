@@ -25,7 +25,8 @@ static void add_outliers(const struct lowkey_unpack_args *args)
             const int channel = lowkey_get_u16(entries + 4 * (size_t)i);
             if (channel < low || channel >= high) continue;
             float *value = args->out + s * args->out_stride + (channel - low);
-            *value = lowkey_add_residual(*value, lowkey_get_u16(entries + 4 * (size_t)i + 2), side->unit[channel]);
+            *value = lowkey_add_residual(*value, lowkey_get_u16(entries + 4 * (size_t)i + 2),
+                                         side->unit[channel]);
         }
     }
 }
@@ -41,13 +42,14 @@ void lowkey_unpack_scalar(const struct lowkey_unpack_args *args)
         unpack_row(args->page + row->wide_offset, row->wide_bits, codes);
         if (lowkey_has_top_bit(row->bits)) {
             unpack_row(args->page + row->top_offset, 1, tops);
-            for (int t = 0; t < LOWKEY_PAGE_SLOTS; t++) codes[t] = (uint16_t)(codes[t] | tops[t] << row->wide_bits);
+            for (int t = 0; t < LOWKEY_PAGE_SLOTS; t++)
+                codes[t] = (uint16_t)(codes[t] | tops[t] << row->wide_bits);
         }
         for (int s = 0; s < args->n_slots; s++) {
             const int slot = args->first_slot + s;
             const float value = lowkey_code_value(side, args->head, r, codes[slot]);
-            args->out[s * args->out_stride + row->channel] =
-                lowkey_on_grid(side, row, lowkey_grid_of(side, args->side_page, slot, g), value);
+            args->out[s * args->out_stride + row->channel] = lowkey_on_grid(
+                side, row, lowkey_grid_of(side, args->side_page, slot, g), value);
         }
     }
     if (side->outlier_rule != LOWKEY_OUTLIER_NONE) add_outliers(args);

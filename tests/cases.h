@@ -9,7 +9,7 @@ static const struct lowkey_case_shape {
     lowkey_pairing pairing;
 } lowkey_shapes[] = {
     { 1, 1, 8, 8, 8, LOWKEY_PAIR_HALF },
-    { 9, 3, 64, 64, 64, LOWKEY_PAIR_HALF },          /* SmolLM2-135M */
+    { 9, 3, 64, 64, 64, LOWKEY_PAIR_HALF }, /* SmolLM2-135M */
     { 4, 1, 72, 72, 72, LOWKEY_PAIR_INTERLEAVED },
     { 8, 2, 80, 64, 20, LOWKEY_PAIR_HALF },
     { 7, 1, 96, 96, 0, LOWKEY_PAIR_HALF },
@@ -35,28 +35,49 @@ static const struct lowkey_case_format {
     { "bf16", { .bits = 16, .rule_16 = LOWKEY_RULE_BF16 } },
     { "mixed", { .bits = LOWKEY_MIXED_BITS, .shuffled = 1, .few_entries = 1 } },
     { "2 bits, feedback", { .bits = 2, .feedback = 1, .shuffled = 1 } },
-    { "mixed, feedback, limit", { .bits = LOWKEY_MIXED_BITS, .feedback = 1, .outlier_rule = LOWKEY_OUTLIER_LIMIT,
-                                  .outlier_cap = 3, .shuffled = 1, .constant_channels = 1 } },
-    { "3 bits, limit, small page", { .bits = 3, .outlier_rule = LOWKEY_OUTLIER_LIMIT, .outlier_cap = 4,
-                                     .outlier_page_capacity = 50 } },
+    { "mixed, feedback, limit",
+      { .bits = LOWKEY_MIXED_BITS,
+        .feedback = 1,
+        .outlier_rule = LOWKEY_OUTLIER_LIMIT,
+        .outlier_cap = 3,
+        .shuffled = 1,
+        .constant_channels = 1 } },
+    { "3 bits, limit, small page",
+      { .bits = 3, .outlier_rule = LOWKEY_OUTLIER_LIMIT, .outlier_cap = 4, .outlier_page_capacity = 50 } },
     { "mixed, rank", { .bits = LOWKEY_MIXED_BITS, .outlier_rule = LOWKEY_OUTLIER_RANK, .outlier_rank = 2 } },
-    { "3 bits, f16 scale, rank, feedback", { .bits = 3, .feedback = 1, .token_scale = LOWKEY_SCALE_F16,
-                                             .outlier_rule = LOWKEY_OUTLIER_RANK, .outlier_rank = 1 } },
-    { "mixed, f32 scales of 8, rank, small page", { .bits = LOWKEY_MIXED_BITS, .token_scale = LOWKEY_SCALE_F32,
-                                                    .scale_block = 8, .outlier_rule = LOWKEY_OUTLIER_RANK, .outlier_rank = 3,
-                                                    .outlier_cap = 5, .outlier_page_capacity = 70, .few_entries = 1,
-                                                    .shuffled = 1 } },
-    { "2 bits, f16 scales of 8", { .bits = 2, .token_scale = LOWKEY_SCALE_F16, .scale_block = 8, .few_entries = 1 } },
+    { "3 bits, f16 scale, rank, feedback",
+      { .bits = 3,
+        .feedback = 1,
+        .token_scale = LOWKEY_SCALE_F16,
+        .outlier_rule = LOWKEY_OUTLIER_RANK,
+        .outlier_rank = 1 } },
+    { "mixed, f32 scales of 8, rank, small page",
+      { .bits = LOWKEY_MIXED_BITS,
+        .token_scale = LOWKEY_SCALE_F32,
+        .scale_block = 8,
+        .outlier_rule = LOWKEY_OUTLIER_RANK,
+        .outlier_rank = 3,
+        .outlier_cap = 5,
+        .outlier_page_capacity = 70,
+        .few_entries = 1,
+        .shuffled = 1 } },
+    { "2 bits, f16 scales of 8",
+      { .bits = 2, .token_scale = LOWKEY_SCALE_F16, .scale_block = 8, .few_entries = 1 } },
 };
 enum { LOWKEY_N_FORMATS = sizeof lowkey_formats / sizeof lowkey_formats[0] };
 
 static inline struct lowkey_quantizer_choice lowkey_case(int shape, int key_format, int value_format)
 {
     const struct lowkey_case_shape *s = &lowkey_shapes[shape];
-    return (struct lowkey_quantizer_choice){
-        .n_q_heads = s->n_q_heads, .n_kv_heads = s->n_kv_heads, .key_head_dim = s->key_head_dim,
-        .value_head_dim = s->value_head_dim, .rope_dims = s->rope_dims, .rope_pairing = s->pairing,
-        .key = lowkey_formats[key_format].side, .value = lowkey_formats[value_format].side,
+    return (struct lowkey_quantizer_choice) {
+        .n_q_heads = s->n_q_heads,
+        .n_kv_heads = s->n_kv_heads,
+        .key_head_dim = s->key_head_dim,
+        .value_head_dim = s->value_head_dim,
+        .rope_dims = s->rope_dims,
+        .rope_pairing = s->pairing,
+        .key = lowkey_formats[key_format].side,
+        .value = lowkey_formats[value_format].side,
         .seed = 1000u * (unsigned)shape + 31u * (unsigned)key_format + (unsigned)value_format,
     };
 }

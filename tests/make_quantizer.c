@@ -29,8 +29,8 @@ static double rounded_to_f16(double x) /* |x| <= 60000 */
 }
 
 /* Entries center + h * 2^exponent with h in [-2, 2] and exact in f16, rising; boundaries between neighbours. */
-static void make_table(struct lowkey_random *random, int n_used, int n_table, float center, int exponent, float *table,
-                       float *boundary)
+static void make_table(struct lowkey_random *random, int n_used, int n_table, float center, int exponent,
+                       float *table, float *boundary)
 {
     double h[32];
     for (int tries = 0, rising = 0; !rising; tries++) {
@@ -46,7 +46,8 @@ static void make_table(struct lowkey_random *random, int n_used, int n_table, fl
     for (int k = n_used; k < n_table; k++) table[k] = table[n_used - 1];
     for (int k = 0; k < n_table - 1; k++)
         boundary[k] = k < n_used - 1 ? (float)(0.5 * (double)table[k] + 0.5 * (double)table[k + 1]) : FLT_MAX;
-    if (n_used > 3 && lowkey_random_below(random, 4) == 0) boundary[1] = boundary[0]; /* a code that never comes */
+    if (n_used > 3 && lowkey_random_below(random, 4) == 0)
+        boundary[1] = boundary[0]; /* a code that never comes */
 }
 
 static int draw_bits(struct lowkey_random *random, const struct lowkey_side_choice *choice)
@@ -55,27 +56,32 @@ static int draw_bits(struct lowkey_random *random, const struct lowkey_side_choi
     return choice->bits != LOWKEY_MIXED_BITS ? choice->bits : widths[lowkey_random_below(random, 7)];
 }
 
-static void make_channel(struct lowkey_random *random, const struct lowkey_side_choice *choice, int n_table, size_t c,
-                         const struct arrays *a)
+static void make_channel(struct lowkey_random *random, const struct lowkey_side_choice *choice, int n_table,
+                         size_t c, const struct arrays *a)
 {
     const int bits = a->bits[c], is_scaled = choice->token_scale != LOWKEY_SCALE_NONE;
     int exponent = choice->magnitude > 0 ? ilogb(choice->magnitude) - 1 : lowkey_random_below(random, 9) - 4;
     if (exponent < -126) exponent = -126;
     a->exponent[c] = (int16_t)(is_scaled ? -1 : exponent);
-    const int has_center = !is_scaled && choice->magnitude == 0 && bits <= 5 && lowkey_random_below(random, 8) == 0;
+    const int has_center = !is_scaled && choice->magnitude == 0 && bits <= 5 &&
+                           lowkey_random_below(random, 8) == 0;
     const float center = a->center[c] = has_center ? 600.0f : 0;
     const float span = ldexpf(2, a->exponent[c]);
     a->lower[c] = center - span * 0.9f, a->upper[c] = center + span * 0.95f;
     a->rule_scale[c] = bits == 8 ? span / 100 : 1;
     if (bits == 8 && !(a->rule_scale[c] >= FLT_MIN)) a->rule_scale[c] = FLT_MIN;
     a->n_entries[c] = 0;
-    if (n_table) for (int k = 0; k < n_table; k++) a->table[c * (size_t)n_table + (size_t)k] = 0;
-    if (n_table) for (int k = 0; k < n_table - 1; k++) a->boundary[c * (size_t)(n_table - 1) + (size_t)k] = FLT_MAX;
+    if (n_table)
+        for (int k = 0; k < n_table; k++) a->table[c * (size_t)n_table + (size_t)k] = 0;
+    if (n_table)
+        for (int k = 0; k < n_table - 1; k++) a->boundary[c * (size_t)(n_table - 1) + (size_t)k] = FLT_MAX;
     if (bits > 5) return;
     const int is_constant = choice->constant_channels && lowkey_random_below(random, 4) == 0;
     int n_used = 1 << bits;
-    if (is_constant) n_used = 1;
-    else if (choice->few_entries && lowkey_random_below(random, 3) == 0) n_used = 1 + lowkey_random_below(random, n_used);
+    if (is_constant)
+        n_used = 1;
+    else if (choice->few_entries && lowkey_random_below(random, 3) == 0)
+        n_used = 1 + lowkey_random_below(random, n_used);
     make_table(random, n_used, n_table, center, a->exponent[c], a->table + c * (size_t)n_table,
                a->boundary + c * (size_t)(n_table - 1));
     a->n_entries[c] = (uint8_t)n_used;
@@ -83,7 +89,8 @@ static void make_channel(struct lowkey_random *random, const struct lowkey_side_
 }
 
 /* Pairs of rows, each pair two channels that RoPE turns together, else two neighbours. */
-static void shuffle_order(struct lowkey_random *random, int head_dim, int rope_dims, lowkey_pairing pairing, uint16_t *order)
+static void shuffle_order(struct lowkey_random *random, int head_dim, int rope_dims, lowkey_pairing pairing,
+                          uint16_t *order)
 {
     uint16_t plain[256];
     int pairs[128];
@@ -114,26 +121,36 @@ static void *take(size_t count, size_t bytes_each)
 static struct arrays make_arrays(size_t n, size_t d, int n_table, int feedback)
 {
     const size_t e = (size_t)n_table;
-    return (struct arrays){
-        .bits = take(n, 1), .n_entries = take(n, 1), .order = take(n, 2), .exponent = take(n, 2),
-        .table = take(n * e, sizeof(float)), .boundary = take(e ? n * (e - 1) : 0, sizeof(float)),
-        .center = take(n, sizeof(float)), .lower = take(n, sizeof(float)), .upper = take(n, sizeof(float)),
-        .rule_scale = take(n, sizeof(float)), .factor = feedback ? take(n * d, sizeof(float)) : NULL,
+    return (struct arrays) {
+        .bits = take(n, 1),
+        .n_entries = take(n, 1),
+        .order = take(n, 2),
+        .exponent = take(n, 2),
+        .table = take(n * e, sizeof(float)),
+        .boundary = take(e ? n * (e - 1) : 0, sizeof(float)),
+        .center = take(n, sizeof(float)),
+        .lower = take(n, sizeof(float)),
+        .upper = take(n, sizeof(float)),
+        .rule_scale = take(n, sizeof(float)),
+        .factor = feedback ? take(n * d, sizeof(float)) : NULL,
     };
 }
 
 static void free_side(const lowkey_side_desc *side)
 {
-    free((void *)side->bits), free((void *)side->n_entries), free((void *)side->order), free((void *)side->exponent);
-    free((void *)side->table), free((void *)side->boundary), free((void *)side->center), free((void *)side->lower);
+    free((void *)side->bits), free((void *)side->n_entries), free((void *)side->order),
+        free((void *)side->exponent);
+    free((void *)side->table), free((void *)side->boundary), free((void *)side->center),
+        free((void *)side->lower);
     free((void *)side->upper), free((void *)side->rule_scale), free((void *)side->factor);
 }
 
-static lowkey_side_desc make_side(struct lowkey_random *random, const struct lowkey_side_choice *choice, int n_heads,
-                                  int head_dim, int rope_dims, lowkey_pairing pairing)
+static lowkey_side_desc make_side(struct lowkey_random *random, const struct lowkey_side_choice *choice,
+                                  int n_heads, int head_dim, int rope_dims, lowkey_pairing pairing)
 {
     const size_t d = (size_t)head_dim, n = (size_t)n_heads * d;
-    const int most = choice->bits == LOWKEY_MIXED_BITS ? 5 : choice->bits, n_table = most <= 5 ? 1 << most : 0;
+    const int most = choice->bits == LOWKEY_MIXED_BITS ? 5 : choice->bits,
+              n_table = most <= 5 ? 1 << most : 0;
     const struct arrays a = make_arrays(n, d, n_table, choice->feedback);
     int any_8 = 0, any_16 = 0;
     for (size_t c = 0; c < n; c++) {
@@ -142,28 +159,47 @@ static lowkey_side_desc make_side(struct lowkey_random *random, const struct low
         make_channel(random, choice, n_table, c, &a);
     }
     for (size_t h = 0; h < (size_t)n_heads; h++) {
-        if (choice->shuffled) shuffle_order(random, head_dim, rope_dims, pairing, a.order + h * d);
-        else lowkey_default_order(head_dim, rope_dims, pairing, a.order + h * d);
+        if (choice->shuffled)
+            shuffle_order(random, head_dim, rope_dims, pairing, a.order + h * d);
+        else
+            lowkey_default_order(head_dim, rope_dims, pairing, a.order + h * d);
         if (a.factor) make_factor(random, d, a.factor + h * d * d);
     }
     const int any = choice->outlier_rule != LOWKEY_OUTLIER_NONE;
     const int capacity = n * 64 < UINT16_MAX ? (int)n * 64 : UINT16_MAX;
     if (!n_table) free(a.table), free(a.boundary);
-    return (lowkey_side_desc){
-        .struct_size = sizeof(lowkey_side_desc), .bits = a.bits, .order = a.order, .table_entries = n_table,
-        .n_entries = a.n_entries, .table = n_table ? a.table : NULL, .boundary = n_table ? a.boundary : NULL,
-        .center = a.center, .exponent = a.exponent, .lower = a.lower, .upper = a.upper,
-        .rule_8 = !any_8 ? LOWKEY_RULE_NONE : choice->rule_8 ? choice->rule_8 : LOWKEY_RULE_E4M3,
-        .rule_16 = !any_16 ? LOWKEY_RULE_NONE : choice->rule_16 ? choice->rule_16 : LOWKEY_RULE_F16,
-        .rule_scale = a.rule_scale, .token_scale = choice->token_scale, .scale_block = choice->scale_block,
-        .outlier_rule = choice->outlier_rule, .outlier_rank = choice->outlier_rank,
+    return (lowkey_side_desc) {
+        .struct_size = sizeof(lowkey_side_desc),
+        .bits = a.bits,
+        .order = a.order,
+        .table_entries = n_table,
+        .n_entries = a.n_entries,
+        .table = n_table ? a.table : NULL,
+        .boundary = n_table ? a.boundary : NULL,
+        .center = a.center,
+        .exponent = a.exponent,
+        .lower = a.lower,
+        .upper = a.upper,
+        .rule_8 = !any_8           ? LOWKEY_RULE_NONE
+                  : choice->rule_8 ? choice->rule_8
+                                   : LOWKEY_RULE_E4M3,
+        .rule_16 = !any_16           ? LOWKEY_RULE_NONE
+                   : choice->rule_16 ? choice->rule_16
+                                     : LOWKEY_RULE_F16,
+        .rule_scale = a.rule_scale,
+        .token_scale = choice->token_scale,
+        .scale_block = choice->scale_block,
+        .outlier_rule = choice->outlier_rule,
+        .outlier_rank = choice->outlier_rank,
         .outlier_cap = any && !choice->outlier_cap ? (int)n : choice->outlier_cap,
-        .outlier_page_capacity = any && !choice->outlier_page_capacity ? capacity : choice->outlier_page_capacity,
+        .outlier_page_capacity = any && !choice->outlier_page_capacity ? capacity
+                                                                       : choice->outlier_page_capacity,
         .factor = a.factor,
     };
 }
 
-lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *choice, const lowkey_allocator *allocator)
+lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *choice,
+                                        const lowkey_allocator *allocator)
 {
     struct lowkey_random random = { choice->seed };
     const int n_layers = choice->n_layers ? choice->n_layers : 1;
@@ -171,18 +207,27 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
     double inv_freq[128];
     for (int i = 0; i < choice->rope_dims / 2; i++) inv_freq[i] = pow(1e4, -2.0 * i / choice->rope_dims);
     for (int i = 0; i < n_layers; i++)
-        layers[i] = (lowkey_layer_desc){
-            .struct_size = sizeof *layers, .index = 2 * i + 1, .n_q_heads = choice->n_q_heads,
-            .n_kv_heads = choice->n_kv_heads, .key_head_dim = choice->key_head_dim,
-            .value_head_dim = choice->value_head_dim, .logit_scale = choice->logit_scale, .rope_dims = choice->rope_dims,
-            .rope_pairing = choice->rope_pairing, .rope_attention_factor = choice->rope_attention_factor,
+        layers[i] = (lowkey_layer_desc) {
+            .struct_size = sizeof *layers,
+            .index = 2 * i + 1,
+            .n_q_heads = choice->n_q_heads,
+            .n_kv_heads = choice->n_kv_heads,
+            .key_head_dim = choice->key_head_dim,
+            .value_head_dim = choice->value_head_dim,
+            .logit_scale = choice->logit_scale,
+            .rope_dims = choice->rope_dims,
+            .rope_pairing = choice->rope_pairing,
+            .rope_attention_factor = choice->rope_attention_factor,
             .rope_inv_freq = inv_freq,
-            .key = make_side(&random, &choice->key, choice->n_kv_heads, choice->key_head_dim, choice->rope_dims,
-                             choice->rope_pairing),
+            .key = make_side(&random, &choice->key, choice->n_kv_heads, choice->key_head_dim,
+                             choice->rope_dims, choice->rope_pairing),
             .value = make_side(&random, &choice->value, choice->n_kv_heads, choice->value_head_dim, 0, 0),
         };
-    lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = n_layers, .layers = layers,
-                                   .n_sink_tokens = choice->n_sink_tokens, .sink_rule = choice->sink_rule,
+    lowkey_quantizer_desc desc = { .struct_size = sizeof desc,
+                                   .n_layers = n_layers,
+                                   .layers = layers,
+                                   .n_sink_tokens = choice->n_sink_tokens,
+                                   .sink_rule = choice->sink_rule,
                                    .model_name = "made for a test" };
     lowkey_quantizer *quantizer = NULL;
     lowkey_error err = { 0 };
@@ -202,7 +247,8 @@ void lowkey_make_rows(struct lowkey_random *random, const lowkey_layer_desc *lay
     double size = 1;
     for (int i = 0; i < n * n_channels; i++) {
         const int c = i % n_channels;
-        if (c == 0 && side->token_scale != LOWKEY_SCALE_NONE) size = ldexp(1, lowkey_random_below(random, 12) - 6);
+        if (c == 0 && side->token_scale != LOWKEY_SCALE_NONE)
+            size = ldexp(1, lowkey_random_below(random, 12) - 6);
         const double middle = 0.5 * (double)side->lower[c] + 0.5 * (double)side->upper[c];
         const double half = 0.5 * (double)side->upper[c] - 0.5 * (double)side->lower[c];
         double value = size * (middle + 0.5 * half * lowkey_random_draw(random, distribution));

@@ -7,22 +7,22 @@
 
 enum { LOWKEY_MIXED_BITS = 0 }; /* 1..5, 8 and 16, drawn for every channel */
 
-struct lowkey_side_choice {     /* all zero: mixed bits, nothing else */
-    int bits;                   /* 1..5, 8, 16, or LOWKEY_MIXED_BITS */
-    lowkey_rule rule_8, rule_16;/* NONE: E4M3, F16 */
+struct lowkey_side_choice { /* all zero: mixed bits, nothing else */
+    int bits; /* 1..5, 8, 16, or LOWKEY_MIXED_BITS */
+    lowkey_rule rule_8, rule_16; /* NONE: E4M3, F16 */
     lowkey_token_scale token_scale;
-    int scale_block;            /* 0: all channels */
+    int scale_block; /* 0: all channels */
     lowkey_outlier_rule outlier_rule;
     int outlier_rank, outlier_cap, outlier_page_capacity; /* cap and capacity 0: room for all */
-    int feedback;               /* random factors */
-    int few_entries;            /* some channels use fewer entries than their width has */
-    int constant_channels;      /* some channels have lower == upper and one entry */
-    int shuffled;               /* a random order of rows (RoPE partners together), else the default */
-    double magnitude;           /* channels are about so large; 0: 1, with a spread of 2^-4..2^4 and some offsets */
+    int feedback; /* random factors */
+    int few_entries; /* some channels use fewer entries than their width has */
+    int constant_channels; /* some channels have lower == upper and one entry */
+    int shuffled; /* a random order of rows (RoPE partners together), else the default */
+    double magnitude; /* channels are about so large; 0: 1, with a spread of 2^-4..2^4 and some offsets */
 };
 
 struct lowkey_quantizer_choice {
-    int n_layers;               /* 0: 1. Layer i has the index 2 * i + 1 */
+    int n_layers; /* 0: 1. Layer i has the index 2 * i + 1 */
     int n_q_heads, n_kv_heads, key_head_dim, value_head_dim;
     int rope_dims;
     lowkey_pairing rope_pairing;
@@ -34,7 +34,8 @@ struct lowkey_quantizer_choice {
 };
 
 /* Fails the test if the description is refused. allocator may be NULL. */
-lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *choice, const lowkey_allocator *allocator);
+lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *choice,
+                                        const lowkey_allocator *allocator);
 
 /* Rows of a side: x[n][n_heads * head_dim], drawn about each channel's range, a few elements beyond it, some exactly
  * on boundaries. which: 0 keys, 1 values. */

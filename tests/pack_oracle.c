@@ -31,7 +31,8 @@ static unsigned bits_of(double x, const struct format *format, int sign_bit)
 {
     const unsigned sign = signbit(x) ? 1u << sign_bit : 0;
     const double size = fabs(x);
-    if (size < ldexp(1, format->smallest)) return sign | (unsigned)ldexp(size, format->mantissa - format->smallest);
+    if (size < ldexp(1, format->smallest))
+        return sign | (unsigned)ldexp(size, format->mantissa - format->smallest);
     const int exponent = ilogb(size);
     const unsigned mantissa = (unsigned)ldexp(size, format->mantissa - exponent) - (1u << format->mantissa);
     return sign | (unsigned)(exponent - format->smallest + 1) << format->mantissa | mantissa;
@@ -43,21 +44,28 @@ static double number_of(unsigned bits, const struct format *format, int sign_bit
     const int exponent = (int)((bits & ((1u << sign_bit) - 1)) >> format->mantissa);
     const double mantissa = bits & ((1u << format->mantissa) - 1);
     if (exponent == 0) return sign * ldexp(mantissa, format->smallest - format->mantissa);
-    return sign * ldexp(mantissa + ldexp(1, format->mantissa), format->smallest + exponent - 1 - format->mantissa);
+    return sign *
+           ldexp(mantissa + ldexp(1, format->mantissa), format->smallest + exponent - 1 - format->mantissa);
 }
 
 static const struct format *format_of(lowkey_rule rule)
 {
-    return rule == LOWKEY_RULE_F16 ? &F16 : rule == LOWKEY_RULE_BF16 ? &BF16 : rule == LOWKEY_RULE_E4M3 ? &E4M3 : &E5M2;
+    return rule == LOWKEY_RULE_F16    ? &F16
+           : rule == LOWKEY_RULE_BF16 ? &BF16
+           : rule == LOWKEY_RULE_E4M3 ? &E4M3
+                                      : &E5M2;
 }
 
 struct lowkey_oracle_token *lowkey_oracle_token_new(int n_channels)
 {
     const size_t n = (size_t)n_channels;
     struct lowkey_oracle_token *token = malloc(sizeof *token);
-    *token = (struct lowkey_oracle_token){
-        .codes = calloc(n, sizeof(unsigned)), .values = calloc(n, sizeof(float)), .scales = calloc(n, sizeof(float)),
-        .zeros = calloc(n, sizeof(float)), .outliers = calloc(n, sizeof(struct lowkey_oracle_outlier)),
+    *token = (struct lowkey_oracle_token) {
+        .codes = calloc(n, sizeof(unsigned)),
+        .values = calloc(n, sizeof(float)),
+        .scales = calloc(n, sizeof(float)),
+        .zeros = calloc(n, sizeof(float)),
+        .outliers = calloc(n, sizeof(struct lowkey_oracle_outlier)),
     };
     return token;
 }
@@ -82,7 +90,8 @@ static int compare_ranked(const void *a, const void *b)
     return x->channel - y->channel;
 }
 
-static void choose_outliers(const lowkey_side_desc *side, int n, const float *x, int room, int *kinds, long *clamped)
+static void choose_outliers(const lowkey_side_desc *side, int n, const float *x, int room, int *kinds,
+                            long *clamped)
 {
     struct ranked *ranked = calloc((size_t)n, sizeof *ranked);
     for (int c = 0; c < n; c++) kinds[c] = 0;
@@ -92,7 +101,8 @@ static void choose_outliers(const lowkey_side_desc *side, int n, const float *x,
         for (int sign = 1; sign >= -1; sign -= 2) {
             int m = 0;
             for (int c = 0; c < n; c++)
-                if (side->bits[c] != 16 && kinds[c] == 0) ranked[m++] = (struct ranked){ sign * (double)x[c], c };
+                if (side->bits[c] != 16 && kinds[c] == 0)
+                    ranked[m++] = (struct ranked) { sign * (double)x[c], c };
             qsort(ranked, (size_t)m, sizeof *ranked, compare_ranked);
             for (int i = 0; i < m && i < side->outlier_rank; i++) kinds[ranked[i].channel] = 1, n_chosen++;
         }
@@ -109,12 +119,14 @@ static void choose_outliers(const lowkey_side_desc *side, int n, const float *x,
             if (x[c] < side->lower[c]) distance = side->lower[c] - x[c];
             if (distance < 0 || side->bits[c] == 16) continue;
             const float relative = range == 0 ? INFINITY : distance / range;
-            ranked[m++] = (struct ranked){ (double)relative, c };
+            ranked[m++] = (struct ranked) { (double)relative, c };
         }
         qsort(ranked, (size_t)m, sizeof *ranked, compare_ranked);
         for (int i = 0; i < m; i++)
-            if (i < room) kinds[ranked[i].channel] = 2;
-            else ++*clamped;
+            if (i < room)
+                kinds[ranked[i].channel] = 2;
+            else
+                ++*clamped;
     }
     free(ranked);
 }
@@ -146,10 +158,11 @@ static void find_scales(const lowkey_side_desc *side, int n, const float *x, con
 /* ---- one element ---- */
 
 /* The code of t; *value becomes what it decodes to. */
-static unsigned find_code(const lowkey_side_desc *side, int c, float t, const struct lowkey_oracle_token *token,
-                          float *value, long *saturated)
+static unsigned find_code(const lowkey_side_desc *side, int c, float t,
+                          const struct lowkey_oracle_token *token, float *value, long *saturated)
 {
-    const int bits = side->bits[c], block = side->token_scale != LOWKEY_SCALE_NONE ? c / side->scale_block : -1;
+    const int bits = side->bits[c],
+              block = side->token_scale != LOWKEY_SCALE_NONE ? c / side->scale_block : -1;
     if (bits == 16) {
         const struct format *format = format_of(side->rule_16);
         *value = (float)rounded((double)t, format, saturated);
@@ -201,7 +214,8 @@ void lowkey_oracle_pack(const lowkey_side_desc *side, int n_heads, int head_dim,
         for (int j = d - 1; j >= 0; j--) {
             const int c = h * d + side->order[h * d + j];
             float t = x[c];
-            for (int i = d - 1; i > j && side->factor; i--) t = fmaf(-side->factor[(h * d + i) * d + j], errors[i], t);
+            for (int i = d - 1; i > j && side->factor; i--)
+                t = fmaf(-side->factor[(h * d + i) * d + j], errors[i], t);
             if (!isfinite(t)) t = x[c];
             token->codes[c] = find_code(side, c, t, token, &token->values[c], &token->saturated);
             if (kinds[c] == 2) {
@@ -215,7 +229,8 @@ void lowkey_oracle_pack(const lowkey_side_desc *side, int n_heads, int head_dim,
         }
     token->n_outliers = 0;
     for (int c = 0; c < n; c++)
-        if (kinds[c] == 2) token->outliers[token->n_outliers++] = (struct lowkey_oracle_outlier){ c, residuals[c] };
+        if (kinds[c] == 2)
+            token->outliers[token->n_outliers++] = (struct lowkey_oracle_outlier) { c, residuals[c] };
     free(kinds), free(errors), free(residuals);
 }
 
@@ -248,8 +263,8 @@ size_t lowkey_oracle_page_bytes(const lowkey_side_desc *side, int head_dim, int 
     return row_offset(side, head_dim, head, -1, 0);
 }
 
-unsigned lowkey_oracle_code(const lowkey_side_desc *side, int head_dim, int head, const uint8_t *page, int channel,
-                            int slot)
+unsigned lowkey_oracle_code(const lowkey_side_desc *side, int head_dim, int head, const uint8_t *page,
+                            int channel, int slot)
 {
     static const int planes[] = { 16, 8, 4, 2, 1 };
     const int bits = side->bits[head * head_dim + channel];
@@ -275,18 +290,21 @@ static size_t padded(size_t bytes)
 static size_t scale_section(const lowkey_side_desc *side, int n_channels)
 {
     if (side->token_scale == LOWKEY_SCALE_NONE) return 0;
-    return padded(64 * (size_t)(n_channels / side->scale_block) * (side->token_scale == LOWKEY_SCALE_F32 ? 4 : 2));
+    return padded(64 * (size_t)(n_channels / side->scale_block) *
+                  (side->token_scale == LOWKEY_SCALE_F32 ? 4 : 2));
 }
 
-float lowkey_oracle_scale(const lowkey_side_desc *side, int n_channels, const uint8_t *side_page, int slot, int block,
-                          int want_zero)
+float lowkey_oracle_scale(const lowkey_side_desc *side, int n_channels, const uint8_t *side_page, int slot,
+                          int block, int want_zero)
 {
     const size_t i = (size_t)(slot * (n_channels / side->scale_block) + block);
     const uint8_t *section = side_page + (want_zero ? scale_section(side, n_channels) : 0);
-    if (side->token_scale == LOWKEY_SCALE_F16) return (float)number_of(section[2 * i] + 256u * section[2 * i + 1], &F16, 15);
+    if (side->token_scale == LOWKEY_SCALE_F16)
+        return (float)number_of(section[2 * i] + 256u * section[2 * i + 1], &F16, 15);
     const struct format f32 = { 23, -126, (double)FLT_MAX, 0, 0 };
     const uint8_t *at = section + 4 * i;
-    return (float)number_of(at[0] | (unsigned)at[1] << 8 | (unsigned)at[2] << 16 | (unsigned)at[3] << 24, &f32, 31);
+    return (float)number_of(at[0] | (unsigned)at[1] << 8 | (unsigned)at[2] << 16 | (unsigned)at[3] << 24,
+                            &f32, 31);
 }
 
 int lowkey_oracle_outliers(const lowkey_side_desc *side, int n_channels, const uint8_t *side_page, int slot,
@@ -297,13 +315,16 @@ int lowkey_oracle_outliers(const lowkey_side_desc *side, int n_channels, const u
     const int n = ends[2 * slot] + 256 * ends[2 * slot + 1] - first;
     for (int i = 0; i < n; i++) {
         const uint8_t *entry = entries + 4 * (size_t)(first + i);
-        out[i] = (struct lowkey_oracle_outlier){ entry[0] + 256 * entry[1], number_of(entry[2] + 256u * entry[3], &F16, 15) };
+        out[i] = (struct lowkey_oracle_outlier) { entry[0] + 256 * entry[1],
+                                                  number_of(entry[2] + 256u * entry[3], &F16, 15) };
     }
     return n;
 }
 
 size_t lowkey_oracle_side_page_bytes(const lowkey_side_desc *side, int n_channels)
 {
-    const size_t outliers = side->outlier_rule == LOWKEY_OUTLIER_NONE ? 0 : 128 + padded(4 * (size_t)side->outlier_page_capacity);
+    const size_t outliers = side->outlier_rule == LOWKEY_OUTLIER_NONE
+                                ? 0
+                                : 128 + padded(4 * (size_t)side->outlier_page_capacity);
     return 2 * scale_section(side, n_channels) + outliers;
 }

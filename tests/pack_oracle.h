@@ -11,9 +11,9 @@ struct lowkey_oracle_outlier {
 };
 
 struct lowkey_oracle_token { /* of one side of one layer; C = n_heads * head_dim */
-    unsigned *codes;         /* [C] by channel */
-    float *values;           /* [C] decoded */
-    float *scales, *zeros;   /* [n_blocks] as stored */
+    unsigned *codes; /* [C] by channel */
+    float *values; /* [C] decoded */
+    float *scales, *zeros; /* [n_blocks] as stored */
     int n_outliers;
     struct lowkey_oracle_outlier *outliers; /* [C] channels rising */
     long clamped, saturated;
@@ -27,11 +27,11 @@ void lowkey_oracle_pack(const lowkey_side_desc *side, int n_heads, int head_dim,
                         struct lowkey_oracle_token *token);
 
 /* Read from bytes what the document says is there. */
-unsigned lowkey_oracle_code(const lowkey_side_desc *side, int head_dim, int head, const uint8_t *page, int channel,
-                            int slot);
+unsigned lowkey_oracle_code(const lowkey_side_desc *side, int head_dim, int head, const uint8_t *page,
+                            int channel, int slot);
 size_t lowkey_oracle_page_bytes(const lowkey_side_desc *side, int head_dim, int head);
-float lowkey_oracle_scale(const lowkey_side_desc *side, int n_channels, const uint8_t *side_page, int slot, int block,
-                          int want_zero);
+float lowkey_oracle_scale(const lowkey_side_desc *side, int n_channels, const uint8_t *side_page, int slot,
+                          int block, int want_zero);
 /* The slot's entries; first_live_slot as in the document. Returns how many. */
 int lowkey_oracle_outliers(const lowkey_side_desc *side, int n_channels, const uint8_t *side_page, int slot,
                            int first_live_slot, struct lowkey_oracle_outlier *out);

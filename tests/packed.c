@@ -34,11 +34,13 @@ void lowkey_guarded_free(void *block)
     free((uint8_t *)block - GUARD);
 }
 
-void lowkey_packed_init(struct lowkey_packed *packed, const struct lowkey_side *side, int first_live_slot, int fill)
+void lowkey_packed_init(struct lowkey_packed *packed, const struct lowkey_side *side, int first_live_slot,
+                        int fill)
 {
-    *packed = (struct lowkey_packed){ .side = side, .first_live_slot = first_live_slot };
+    *packed = (struct lowkey_packed) { .side = side, .first_live_slot = first_live_slot };
     assert_in_range(side->n_heads, 1, 64);
-    for (int h = 0; h < side->n_heads; h++) packed->pages[h] = lowkey_guarded_new(side->heads[h].page_bytes, fill);
+    for (int h = 0; h < side->n_heads; h++)
+        packed->pages[h] = lowkey_guarded_new(side->heads[h].page_bytes, fill);
     if (side->layout.bytes) packed->side_page = lowkey_guarded_new(side->layout.bytes, fill);
     packed->scratch = lowkey_guarded_new(lowkey_pack_scratch_bytes(side), fill);
 }
@@ -50,21 +52,33 @@ void lowkey_packed_free(struct lowkey_packed *packed)
     lowkey_guarded_free(packed->scratch);
 }
 
-void lowkey_packed_add(struct lowkey_packed *packed, const struct lowkey_kernels *kernels, int first_slot, int n,
-                       const float *x)
+void lowkey_packed_add(struct lowkey_packed *packed, const struct lowkey_kernels *kernels, int first_slot,
+                       int n, const float *x)
 {
     const int d = packed->side->head_dim;
-    kernels->pack(&(struct lowkey_pack_args){
-        .side = packed->side, .x = x, .token_stride = packed->side->n_heads * d, .head_stride = d, .n_tokens = n,
-        .first_slot = first_slot, .first_live_slot = packed->first_live_slot, .pages = packed->pages,
-        .side_page = packed->side_page, .scratch = packed->scratch, .counts = &packed->counts });
+    kernels->pack(&(struct lowkey_pack_args) { .side = packed->side,
+                                               .x = x,
+                                               .token_stride = packed->side->n_heads * d,
+                                               .head_stride = d,
+                                               .n_tokens = n,
+                                               .first_slot = first_slot,
+                                               .first_live_slot = packed->first_live_slot,
+                                               .pages = packed->pages,
+                                               .side_page = packed->side_page,
+                                               .scratch = packed->scratch,
+                                               .counts = &packed->counts });
 }
 
 void lowkey_packed_read(const struct lowkey_packed *packed, const struct lowkey_kernels *kernels, int head,
                         int first_slot, int n, float *out)
 {
-    kernels->unpack(&(struct lowkey_unpack_args){
-        .side = packed->side, .head = head, .page = packed->pages[head], .side_page = packed->side_page,
-        .first_slot = first_slot, .n_slots = n, .first_live_slot = packed->first_live_slot, .out = out,
-        .out_stride = packed->side->head_dim });
+    kernels->unpack(&(struct lowkey_unpack_args) { .side = packed->side,
+                                                   .head = head,
+                                                   .page = packed->pages[head],
+                                                   .side_page = packed->side_page,
+                                                   .first_slot = first_slot,
+                                                   .n_slots = n,
+                                                   .first_live_slot = packed->first_live_slot,
+                                                   .out = out,
+                                                   .out_stride = packed->side->head_dim });
 }

@@ -22,18 +22,20 @@ static void check_slot(const lowkey_side_desc *side, const struct lowkey_packed 
     for (int c = 0; c < n; c++) {
         const unsigned code = lowkey_oracle_code(side, d, c / d, packed->pages[c / d], c % d, slot);
         if (code != want->codes[c])
-            fail_msg("%s: slot %d channel %d (%d bits): code %u, wanted %u", what, slot, c, side->bits[c], code, want->codes[c]);
+            fail_msg("%s: slot %d channel %d (%d bits): code %u, wanted %u", what, slot, c, side->bits[c],
+                     code, want->codes[c]);
     }
     for (int b = 0; side->token_scale != LOWKEY_SCALE_NONE && b < n / side->scale_block; b++) {
         const float scale = lowkey_oracle_scale(side, n, packed->side_page, slot, b, 0);
         const float zero = lowkey_oracle_scale(side, n, packed->side_page, slot, b, 1);
         if (!is_same_float(scale, want->scales[b]) || !is_same_float(zero, want->zeros[b]))
-            fail_msg("%s: slot %d block %d: scale %a zero %a, wanted %a %a", what, slot, b, (double)scale, (double)zero,
-                     (double)want->scales[b], (double)want->zeros[b]);
+            fail_msg("%s: slot %d block %d: scale %a zero %a, wanted %a %a", what, slot, b, (double)scale,
+                     (double)zero, (double)want->scales[b], (double)want->zeros[b]);
     }
     if (side->outlier_rule == LOWKEY_OUTLIER_NONE) return;
     struct lowkey_oracle_outlier *found = calloc((size_t)n + UINT16_MAX, sizeof *found);
-    const int n_found = lowkey_oracle_outliers(side, n, packed->side_page, slot, packed->first_live_slot, found);
+    const int n_found = lowkey_oracle_outliers(side, n, packed->side_page, slot, packed->first_live_slot,
+                                               found);
     assert_int_equal(n_found, want->n_outliers);
     for (int i = 0; i < n_found; i++) {
         assert_int_equal(found[i].channel, want->outliers[i].channel);
@@ -43,8 +45,8 @@ static void check_slot(const lowkey_side_desc *side, const struct lowkey_packed 
 }
 
 /* Pack slots first_live..63 with each level, and compare codes, scales, outliers and counts. */
-static void check_side(const lowkey_layer_desc *layer, const struct lowkey_side *side, int which, int first_live,
-                       const float *x, const char *what)
+static void check_side(const lowkey_layer_desc *layer, const struct lowkey_side *side, int which,
+                       int first_live, const float *x, const char *what)
 {
     const lowkey_side_desc *desc = which ? &layer->value : &layer->key;
     const int n = side->n_heads * side->head_dim;
@@ -77,14 +79,16 @@ static void test_every_format_and_shape(void **state)
     (void)state;
     for (int shape = 0; shape < LOWKEY_N_SHAPES; shape++)
         for (int format = 0; format < LOWKEY_N_FORMATS; format++) {
-            const struct lowkey_quantizer_choice choice = lowkey_case(shape, format, (format + shape) % LOWKEY_N_FORMATS);
+            const struct lowkey_quantizer_choice choice = lowkey_case(shape, format,
+                                                                      (format + shape) % LOWKEY_N_FORMATS);
             lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
             const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
             struct lowkey_random random = { (uint64_t)(shape * 100 + format) };
             for (int which = 0; which < 2; which++) {
                 const struct lowkey_side *side = &layer->side[which];
                 float *x = malloc(64 * sizeof *x * (size_t)(side->n_heads * side->head_dim));
-                const enum lowkey_distribution distribution = (format + shape + which) % LOWKEY_N_DISTRIBUTIONS;
+                const enum lowkey_distribution distribution = (format + shape + which) %
+                                                              LOWKEY_N_DISTRIBUTIONS;
                 const int first_live = format % 3 == 0 ? 0 : format % 3 == 1 ? 5 : 63;
                 lowkey_make_rows(&random, layer->desc, which, distribution, 64 - first_live, x);
                 check_side(layer->desc, side, which, first_live, x, lowkey_formats[format].name);
@@ -141,7 +145,8 @@ static void test_any_cut_gives_the_same_bytes(void **state)
             for (int i = 1; i < 3; i++) {
                 for (int h = 0; h < side->n_heads; h++)
                     assert_memory_equal(cuts[0].pages[h], cuts[i].pages[h], side->heads[h].page_bytes);
-                if (side->layout.bytes) assert_memory_equal(cuts[0].side_page, cuts[i].side_page, side->layout.bytes);
+                if (side->layout.bytes)
+                    assert_memory_equal(cuts[0].side_page, cuts[i].side_page, side->layout.bytes);
                 assert_memory_equal(&cuts[0].counts, &cuts[i].counts, sizeof cuts[0].counts);
             }
         }
@@ -152,8 +157,9 @@ static void test_any_cut_gives_the_same_bytes(void **state)
             for (int c = 0; c < n; c++) {
                 const int d = side->head_dim, from = slot >= 10 && slot < 13 ? slot + 10 : slot;
                 if (side->outlier_rule != LOWKEY_OUTLIER_NONE) break; /* room differs */
-                assert_int_equal(lowkey_oracle_code(&layer->desc->key, d, c / d, cuts[1].pages[c / d], c % d, slot),
-                                 lowkey_oracle_code(&layer->desc->key, d, c / d, cuts[0].pages[c / d], c % d, from));
+                assert_int_equal(
+                    lowkey_oracle_code(&layer->desc->key, d, c / d, cuts[1].pages[c / d], c % d, slot),
+                    lowkey_oracle_code(&layer->desc->key, d, c / d, cuts[0].pages[c / d], c % d, from));
             }
         lowkey_oracle_token_free(before);
         for (int i = 0; i < 3; i++) lowkey_packed_free(&cuts[i]);
@@ -182,11 +188,24 @@ static struct ramp make_ramp(int bits, lowkey_outlier_rule rule, int rank, int c
         for (int k = 0; k < n_table; k++) table[c * n_table + k] = (float)k;
         for (int k = 0; k + 1 < n_table; k++) boundary[c * (n_table - 1) + k] = (float)k + 0.5f;
     }
-    const lowkey_side_desc side = { .struct_size = sizeof side, .bits = widths, .table_entries = n_table, .table = table,
-                                    .boundary = boundary, .lower = lower, .upper = upper, .outlier_rule = rule,
-                                    .outlier_rank = rank, .outlier_cap = cap, .outlier_page_capacity = capacity };
-    const lowkey_layer_desc layer = { .struct_size = sizeof layer, .n_q_heads = 1, .n_kv_heads = 1, .key_head_dim = N,
-                                      .value_head_dim = N, .key = side, .value = side };
+    const lowkey_side_desc side = { .struct_size = sizeof side,
+                                    .bits = widths,
+                                    .table_entries = n_table,
+                                    .table = table,
+                                    .boundary = boundary,
+                                    .lower = lower,
+                                    .upper = upper,
+                                    .outlier_rule = rule,
+                                    .outlier_rank = rank,
+                                    .outlier_cap = cap,
+                                    .outlier_page_capacity = capacity };
+    const lowkey_layer_desc layer = { .struct_size = sizeof layer,
+                                      .n_q_heads = 1,
+                                      .n_kv_heads = 1,
+                                      .key_head_dim = N,
+                                      .value_head_dim = N,
+                                      .key = side,
+                                      .value = side };
     const lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = 1, .layers = &layer };
     struct ramp ramp = { 0 };
     lowkey_error err;
@@ -202,18 +221,66 @@ static void test_pages_by_hand(void **state)
     static const struct {
         int bits;
         size_t page_bytes;
-        struct { size_t offset; int value; } bytes[12];
+        struct {
+            size_t offset;
+            int value;
+        } bytes[12];
     } golden[] = {
         /* 2 bits: byte b of channel 0's row holds slots b, b + 16, b + 32, b + 48: all b mod 4, so b mod 4 * 0x55 */
-        { 2, 128, { { 0, 0x00 }, { 1, 0x55 }, { 2, 0xaa }, { 3, 0xff }, { 15, 0xff }, { 16, 0xff }, { 17, 0xaa }, { 18, 0x55 }, { 32, 0 } } },
+        { 2,
+          128,
+          { { 0, 0x00 },
+            { 1, 0x55 },
+            { 2, 0xaa },
+            { 3, 0xff },
+            { 15, 0xff },
+            { 16, 0xff },
+            { 17, 0xaa },
+            { 18, 0x55 },
+            { 32, 0 } } },
         /* 3 bits: the low two as above at 0, then from 128 on the top bit: byte b holds slots b, b + 8, ...: slots of equal code */
-        { 3, 192, { { 0, 0x00 }, { 1, 0x55 }, { 3, 0xff }, { 4, 0x00 }, { 16, 0xff }, { 128, 0x00 }, { 131, 0x00 }, { 132, 0xff }, { 135, 0xff }, { 136, 0xff }, { 140, 0x00 }, { 144, 0 } } },
+        { 3,
+          192,
+          { { 0, 0x00 },
+            { 1, 0x55 },
+            { 3, 0xff },
+            { 4, 0x00 },
+            { 16, 0xff },
+            { 128, 0x00 },
+            { 131, 0x00 },
+            { 132, 0xff },
+            { 135, 0xff },
+            { 136, 0xff },
+            { 140, 0x00 },
+            { 144, 0 } } },
         /* 4 bits: byte b holds slots b and b + 32: b mod 16 twice */
-        { 4, 256, { { 0, 0x00 }, { 1, 0x11 }, { 9, 0x99 }, { 15, 0xff }, { 16, 0x00 }, { 31, 0xff }, { 32, 0xff }, { 33, 0xee }, { 47, 0x00 }, { 64, 0 } } },
+        { 4,
+          256,
+          { { 0, 0x00 },
+            { 1, 0x11 },
+            { 9, 0x99 },
+            { 15, 0xff },
+            { 16, 0x00 },
+            { 31, 0xff },
+            { 32, 0xff },
+            { 33, 0xee },
+            { 47, 0x00 },
+            { 64, 0 } } },
         /* 1 bit: byte b holds slots b, b + 8, ... */
-        { 1, 64, { { 0, 0x00 }, { 1, 0xff }, { 2, 0x00 }, { 7, 0xff }, { 8, 0xff }, { 9, 0x00 }, { 16, 0 } } },
+        { 1,
+          64,
+          { { 0, 0x00 }, { 1, 0xff }, { 2, 0x00 }, { 7, 0xff }, { 8, 0xff }, { 9, 0x00 }, { 16, 0 } } },
         /* 5 bits: 4 low bits at 0, the top bit from 256 on: slots b, b + 8, ... are b, b + 8, b + 16, b + 24 and again: 0xcc */
-        { 5, 320, { { 0, 0x00 }, { 1, 0x11 }, { 16, 0x00 }, { 33, 0xee }, { 256, 0xcc }, { 263, 0xcc }, { 264, 0x33 }, { 272, 0 } } },
+        { 5,
+          320,
+          { { 0, 0x00 },
+            { 1, 0x11 },
+            { 16, 0x00 },
+            { 33, 0xee },
+            { 256, 0xcc },
+            { 263, 0xcc },
+            { 264, 0x33 },
+            { 272, 0 } } },
     };
     for (size_t g = 0; g < sizeof golden / sizeof golden[0]; g++) {
         const struct ramp ramp = make_ramp(golden[g].bits, LOWKEY_OUTLIER_NONE, 0, 0, 0);
@@ -244,7 +311,8 @@ static void test_few_slots_by_hand(void **state)
     float x[11][8] = { { 0 } };
     for (int t = 0; t < 11; t++) x[t][0] = (float)(t & 3);
     lowkey_packed_add(&packed, lowkey_kernels_find("scalar"), 14, 11, &x[0][0]); /* slots 14..24 */
-    static const uint8_t want[16] = { 0xfb, 0xff, 0xf3, 0xf7, 0xfb, 0xff, 0xf3, 0xf7, 0xfb, 0xff, 0xff, 0xff, 0xff, 0xff, 0xfc, 0xfd };
+    static const uint8_t want[16] = { 0xfb, 0xff, 0xf3, 0xf7, 0xfb, 0xff, 0xf3, 0xf7,
+                                      0xfb, 0xff, 0xff, 0xff, 0xff, 0xff, 0xfc, 0xfd };
     assert_memory_equal(packed.pages[0], want, 16);
     lowkey_packed_free(&packed);
     lowkey_quantizer_free(ramp.quantizer);
@@ -332,15 +400,21 @@ static void test_saturation_is_counted(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        { "pack: every level writes what the document says, every format and shape", test_every_format_and_shape, NULL, NULL, NULL },
+        { "pack: every level writes what the document says, every format and shape",
+          test_every_format_and_shape, NULL, NULL, NULL },
         { "pack: channels of magnitude 1e-37 to 3e38", test_magnitudes, NULL, NULL, NULL },
-        { "pack: 64 tokens at once, one by one, 7 + 57 give the same bytes", test_any_cut_gives_the_same_bytes, NULL, NULL, NULL },
+        { "pack: 64 tokens at once, one by one, 7 + 57 give the same bytes",
+          test_any_cut_gives_the_same_bytes, NULL, NULL, NULL },
         { "pack: pages of 1 to 5 bits are the bytes written by hand", test_pages_by_hand, NULL, NULL, NULL },
-        { "pack: eleven slots in the middle leave the others' bits", test_few_slots_by_hand, NULL, NULL, NULL },
-        { "pack: a tie on a boundary goes to the lower code", test_boundary_ties_go_to_the_lower_code, NULL, NULL, NULL },
+        { "pack: eleven slots in the middle leave the others' bits", test_few_slots_by_hand, NULL, NULL,
+          NULL },
+        { "pack: a tie on a boundary goes to the lower code", test_boundary_ties_go_to_the_lower_code, NULL,
+          NULL, NULL },
         { "pack: outliers by limit, cap and ties by hand", test_limit_outliers_by_hand, NULL, NULL, NULL },
-        { "pack: outliers by rank, ties and a full page by hand", test_rank_outliers_by_hand, NULL, NULL, NULL },
-        { "pack: residuals beyond f16 saturate and are counted", test_saturation_is_counted, NULL, NULL, NULL },
+        { "pack: outliers by rank, ties and a full page by hand", test_rank_outliers_by_hand, NULL, NULL,
+          NULL },
+        { "pack: residuals beyond f16 saturate and are counted", test_saturation_is_counted, NULL, NULL,
+          NULL },
     };
     return lowkey_run_tests(tests);
 }
