@@ -3,8 +3,7 @@ widths, rules, token scales, outliers and feedback that the format allows. A sid
 import h5py
 import numpy as np
 
-from reader import FLT_MAX
-from reader_pages import add_f32
+from reader_pages import FLT_MAX, add_f32
 
 
 def geometry(rng, n_q_heads, n_kv_heads, key_head_dim, value_head_dim, rope_dims, pairing, attention_factor):

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 
-from reader_pages import add_f32
+from reader_pages import FLT_MAX, add_f32
 
 VERSION = (1, 0)
-FLT_MAX = np.float32((2 - 2**-23) * 2.0**127)
 FLOAT_TYPES = {  # (sign position, exponent position, size, mantissa position, size), exponent bias -> name
     ((15, 10, 5, 0, 10), 15): "f16",
     ((15, 7, 8, 0, 7), 127): "bf16",

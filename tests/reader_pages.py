@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 F32 = np.float32
+FLT_MAX = F32((2 - 2**-23) * 2.0**127)
 PAGE = 64
 FORMATS = {  # exponent bits, mantissa bits, bias, largest
     "f16": (5, 10, 15, 65504.0),
@@ -330,7 +331,7 @@ def pack_column(packed, h, c, t, scale, zero):
         if scale is not None:
             b = (h * side.D + c) // side.scale_block
             with np.errstate(all="ignore"):
-                boundary = zero[:, b, None] + scale[:, b, None] * boundary
+                boundary = zero[:, b, None] + scale[:, b, None] * boundary[boundary != FLT_MAX]
         codes = (boundary < t[:, None]).sum(axis=1)
         if scale is not None:
             codes = np.where(scale[:, b] == 0, 0, codes)
