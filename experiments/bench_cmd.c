@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "calib/bench_solve.h"
 #include "calib/command.h"
 #include "experiments/bench_layout.h"
 
@@ -12,6 +13,10 @@ static const char usage[] =
     "usage: lowkey bench WHAT [OPTION]...\n"
     "\n"
     "  layout   decode loops over candidate page layouts, AVX2 and AVX-512 (formats/README.md, \"Why the page looks so\")\n"
+    "  solve    one codebook over many weighted values: [--points N] [--centroids K] [--seed S] [--repeat N]\n"
+    "           [--input X.f32 [--weights W.f32]], raw f32 files; 2^22 points, 16 centroids unless said\n"
+    "  tables   all channels of a layer: [--channels C] [--points TOKENS] [--centroids K] [--threads N];\n"
+    "           4,096 channels of 32,768 tokens, 4 centroids unless said\n"
     "\n"
     "  --json   one JSON object instead of a table\n";
 
@@ -32,6 +37,8 @@ static const struct {
     int (*run)(int argc, char **argv);
 } benches[] = {
     { "layout", bench_layout },
+    { "solve", lowkey_bench_solve },
+    { "tables", lowkey_bench_tables },
 };
 
 int lowkey_bench_cmd(int argc, char **argv)
