@@ -5,6 +5,7 @@
 # make test-full       every test, those too that take long
 # make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
 # make V=1             with the commands in full
+# make bench-solvers   codebook solvers side by side, into experiments/results/solvers.csv
 # make install PREFIX=/usr/local [DESTDIR=]
 #
 # What is missing is installed first (scripts/setup.sh says in a line what): Debian packages, and for tests, demo and
@@ -95,8 +96,13 @@ test: all $(tests) build/venv/.done $(models)
 test-full: all $(tests) build/venv/.done $(models)
 	@B=$B SAN=$(SAN) FULL=1 tests/run.sh $(T)
 
+build/venv-bench/.done: scripts/setup.sh experiments/requirements-bench.txt | build/.packages
+	@scripts/setup.sh python experiments/requirements-bench.txt build/venv-bench && touch $@
+bench-solvers: all build/venv-bench/.done
+	build/venv-bench/bin/python experiments/compare_solvers.py $(if $(CAPTURE),--capture $(CAPTURE))
+
 clean:
 	rm -rf build/opt build/san build/lowkey
-.PHONY: all model test test-full clean
+.PHONY: all model test test-full bench-solvers clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

@@ -18,12 +18,13 @@ enum {
     CELL_SHIFT = 18,                   /* of a float's 23 mantissa bits 5 stay */
     N_CELLS = 1 << (32 - CELL_SHIFT),
     MAX_BINS = 1 << 16,                /* bin numbers are kept as u16 */
+    BLOCK = 512,                       /* values taken together */
     FEW = 1024,                        /* distinct values up to which each is a run of its own */
 };
 
 struct cell {
-    double left, bins_per_unit;
-    uint32_t first_bin, last_bin;
+    float left, bins_per_unit;
+    uint32_t first_bin, n_bins;
 };
 
 struct points {
@@ -43,18 +44,23 @@ static inline double weight_of(const struct points *points, size_t i)
     return points->w ? (double)points->w[i] : 1;
 }
 
+/* The lowest value of a cell; infinite beyond the floats. */
 static double key_edge(uint32_t cell)
 {
     const double edge = cell < N_CELLS ? (double)lowkey_key_float(cell << CELL_SHIFT) : HUGE_VAL;
     return isnan(edge) ? HUGE_VAL : edge; /* keys beyond the infinities hold no values */
 }
 
-static inline uint32_t bin_number(const struct cell *cells, double d)
+/* Monotone in d: the difference is exact, near enough, within a cell. */
+static inline uint32_t bin_in(const struct cell *cell, float d)
 {
-    const struct cell *cell = &cells[lowkey_float_key((float)d) >> CELL_SHIFT];
-    const double offset = (d - cell->left) * cell->bins_per_unit; /* below 0 by the rounding to float: bin 0 */
-    const uint32_t bin = cell->first_bin + (uint32_t)(int32_t)(offset > 0 ? offset : 0);
-    return bin < cell->last_bin ? bin : cell->last_bin;
+    const float offset = (d - cell->left) * cell->bins_per_unit;
+    return cell->first_bin + (offset < (float)cell->n_bins ? (uint32_t)(int32_t)offset : cell->n_bins - 1);
+}
+
+static inline uint32_t bin_number(const struct points *points, double d)
+{
+    return bin_in(&points->cells[lowkey_float_key((float)d) >> CELL_SHIFT], (float)d);
 }
 
 /* (weight width^2)^(1/3) of a cell: its claim on bins; 0 where it cannot be cut. */
@@ -75,8 +81,9 @@ static void lay_bins(struct points *points, uint32_t n_shared)
         const double claim = claim_of(points, c);
         const uint32_t n_bins = 1 + (claim > 0 ? (uint32_t)(n_shared * (claim / claims)) : 0);
         const double left = key_edge(c), width = key_edge(c + 1) - left;
-        *cell = (struct cell){ isfinite(left) ? left : 0, isfinite(width) ? n_bins / width : 0, points->n_bins,
-                               points->n_bins + n_bins - 1 };
+        const float per_unit = (float)(n_bins / width); /* 0 where the width is infinite */
+        *cell = (struct cell){ isfinite(per_unit) && per_unit > 0 ? (float)left : 0,
+                               isfinite(per_unit) && per_unit > 0 ? per_unit : 0, points->n_bins, n_bins };
         points->n_bins += n_bins;
     }
 }
@@ -102,32 +109,51 @@ static lowkey_status look_at_sample(struct points *points, lowkey_error *err)
     return LOWKEY_OK;
 }
 
-static inline __attribute__((always_inline)) int sum_bins_body(struct points *points, const int weighted)
+/* Sum one block of values into the bins. What needs no look-up is done first, side by side. Returns whether any value or
+ * weight may be bad: not finite, or a weight's sign set. */
+static inline __attribute__((always_inline)) int sum_block(struct points *points, size_t first, size_t n, const int weighted)
 {
-    const float *x = points->x, *w = points->w;
+    const float *x = points->x + first, *w = points->w + first;
+    float near[BLOCK];
+    uint32_t cell[BLOCK], bad = 0;
+    struct lowkey_mass mass[BLOCK];
     double square = 0;
-    int bad = 0;
-    for (size_t i = 0; i < points->n; i++) {
-        const double d = (double)x[i] - points->origin, weight = weighted ? (double)w[i] : 1, moment = weight * d;
-        bad |= !isfinite(x[i]) | !isfinite(weight) | (weight < 0);
-        const uint32_t bin = bin_number(points->cells, d);
-        points->bin_of[i] = (uint16_t)bin;
-        points->bins[bin].weight += weight;
-        points->bins[bin].moment += moment;
-        square += moment * d;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t x_bits, w_bits = 0;
+        memcpy(&x_bits, &x[i], sizeof x_bits);
+        if (weighted) memcpy(&w_bits, &w[i], sizeof w_bits);
+        bad |= (uint32_t)(x_bits << 1 >= 0xff000000u) | (uint32_t)(w_bits >= 0x7f800000u);
     }
-    points->square = square;
-    return bad;
+    for (size_t i = 0; i < n; i++) {
+        const double d = (double)x[i] - points->origin, weight = weighted ? (double)w[i] : 1;
+        near[i] = (float)d;
+        mass[i] = (struct lowkey_mass){ weight, weight * d };
+        square += mass[i].moment * d;
+    }
+    for (size_t i = 0; i < n; i++) cell[i] = lowkey_float_key(near[i]) >> CELL_SHIFT;
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t bin = bin_in(&points->cells[cell[i]], near[i]);
+        points->bin_of[first + i] = (uint16_t)bin;
+        points->bins[bin].weight += mass[i].weight;
+        points->bins[bin].moment += mass[i].moment;
+    }
+    points->square += square;
+    return bad != 0;
 }
 
 static lowkey_status sum_bins(struct points *points, lowkey_error *err)
 {
     memset(points->bins, 0, sizeof points->bins);
-    if (!(points->w ? sum_bins_body(points, 1) : sum_bins_body(points, 0))) return LOWKEY_OK;
-    size_t i = 0;
-    while (isfinite(points->x[i]) && isfinite(weight_of(points, i)) && weight_of(points, i) >= 0) i++;
-    return lowkey_fail(err, LOWKEY_EINVAL, "k-means: value %zu: %g of weight %g: finite and >= 0 expected", i,
-                       (double)points->x[i], weight_of(points, i));
+    points->square = 0;
+    for (size_t first = 0; first < points->n; first += BLOCK) {
+        const size_t n = points->n - first < BLOCK ? points->n - first : BLOCK;
+        if (!(points->w ? sum_block(points, first, n, 1) : sum_block(points, first, n, 0))) continue;
+        for (size_t i = first; i < first + n; i++)
+            if (!isfinite(points->x[i]) || !isfinite(weight_of(points, i)) || weight_of(points, i) < 0)
+                return lowkey_fail(err, LOWKEY_EINVAL, "k-means: value %zu: %g of weight %g: finite and >= 0 expected", i,
+                                   (double)points->x[i], weight_of(points, i));
+    }
+    return LOWKEY_OK;
 }
 
 /* The spread within bins, were each filled evenly; also makes the bins' sums those of their cells. */
@@ -137,9 +163,10 @@ static double spread_within(struct points *points)
     for (uint32_t c = 0; c < N_CELLS; c++) {
         const struct cell *cell = &points->cells[c];
         double weight = 0;
-        for (uint32_t b = cell->first_bin; b <= cell->last_bin; b++) weight += points->bins[b].weight;
+        for (uint32_t b = 0; b < cell->n_bins; b++) weight += points->bins[cell->first_bin + b].weight;
         points->cell_weight[c] = weight;
-        if (weight > 0 && cell->bins_per_unit > 0) spread += weight / (12 * cell->bins_per_unit * cell->bins_per_unit);
+        const double per_unit = (double)cell->bins_per_unit;
+        if (weight > 0 && per_unit > 0) spread += weight / (12 * per_unit * per_unit);
     }
     return spread;
 }
@@ -156,7 +183,7 @@ static lowkey_status make_runs(const struct points *points, size_t n_opened, con
         if (!points->is_open[b]) lowkey_runs_add(runs, bin->moment / bin->weight, bin->weight, bin->moment);
         for (; points->is_open[b] && i < n_opened; i++) {
             const double d = (double)lowkey_key_float(opened[i].key) - points->origin;
-            if (bin_number(points->cells, d) != b) break;
+            if (bin_number(points, d) != b) break;
             float weight;
             memcpy(&weight, &opened[i].load, sizeof weight);
             if (weight > 0) lowkey_runs_add(runs, d, (double)weight, (double)weight * d);
@@ -169,18 +196,32 @@ static lowkey_status make_runs(const struct points *points, size_t n_opened, con
 /* The values of the open bins, sorted, each with its weight; the caller frees *opened. */
 static lowkey_status open_bins(const struct points *points, size_t *n_opened, struct lowkey_keyed **opened, lowkey_error *err)
 {
-    size_t count = 0;
-    for (size_t i = 0; i < points->n; i++) count += points->is_open[points->bin_of[i]];
-    struct lowkey_keyed *items = malloc((2 * count + 1) * sizeof *items);
-    if (!items) return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu values near boundaries", count);
-    size_t at = 0;
-    for (size_t i = 0; i < points->n; i++) {
-        if (!points->is_open[points->bin_of[i]]) continue;
-        const float weight = (float)weight_of(points, i);
-        items[at].key = lowkey_float_key(points->x[i]);
-        memcpy(&items[at++].load, &weight, sizeof weight);
+    size_t count = 0, capacity = 0;
+    struct lowkey_keyed *items = NULL;
+    for (size_t first = 0; first < points->n; first += BLOCK) {
+        if (capacity - count < BLOCK) {
+            capacity = 2 * capacity + 16 * BLOCK;
+            struct lowkey_keyed *more = realloc(items, 2 * capacity * sizeof *items); /* as much again for the sort */
+            if (!more) {
+                free(items);
+                return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu values near boundaries", capacity);
+            }
+            items = more;
+        }
+        const size_t n = points->n - first < BLOCK ? points->n - first : BLOCK;
+        for (size_t i = first; i < first + n; i++) { /* no branch: which are open is not to be predicted */
+            items[count].load = (uint32_t)(i - first);
+            items[count].key = (uint32_t)(first / BLOCK);
+            count += points->is_open[points->bin_of[i]];
+        }
     }
-    lowkey_sort_keyed(count, items, items + count);
+    for (size_t s = 0; s < count; s++) {
+        const size_t i = (size_t)items[s].key * BLOCK + items[s].load;
+        const float weight = (float)weight_of(points, i);
+        items[s].key = lowkey_float_key(points->x[i]);
+        memcpy(&items[s].load, &weight, sizeof weight);
+    }
+    if (count > 0) lowkey_sort_keyed(count, items, items + count);
     *n_opened = count;
     *opened = items;
     return LOWKEY_OK;
@@ -191,7 +232,7 @@ static int open_at(struct points *points, int n_boundaries, const double *bounda
 {
     int any = 0;
     for (int c = 0; c < n_boundaries; c++) {
-        const uint32_t bin = bin_number(points->cells, boundary[c]);
+        const uint32_t bin = bin_number(points, boundary[c]);
         if (points->is_open[bin]) continue;
         any = points->is_open[bin] = 1;
         uint32_t low = bin, high = bin;
