@@ -2,7 +2,7 @@
  *
  * Kernels get pointers, sizes and strides: no files, no memory of their own, no context. PACK is EXACT: every
  * variant writes the same bytes. UNPACK is EXACT: the same f32 values. ATTEND is BOUNDED: see lowkey_attend in
- * runtime/lowkey.h; products and sums are f32, multiply-adds fused, softmax online, in slot order. */
+ * runtime/lowkey.h; products and sums are f32, multiply-adds fused or not, softmax online, in slot order. */
 #ifndef LOWKEY_KERNELS_H
 #define LOWKEY_KERNELS_H
 
@@ -68,7 +68,8 @@ struct lowkey_attend_page_args {
         *base_sin; /* [rope_dims/2] of the page's first position; cos and sin carry no factor */
     const float *slot_cos, *slot_sin; /* [64][rope_dims/2] of positions 0..63 */
     int n_rows;
-    const float *q; /* [n_rows][key_head_dim], after RoPE, times logit_scale * attention_factor^2 */
+    const float *
+        q; /* [n_rows][key_head_dim], after RoPE, times logit_scale (rotated channels: * attention_factor^2) */
     const int *n_visible; /* [n_rows], 0..n_slots; rows may see nothing */
     struct lowkey_state state;
     float *scratch; /* lowkey_attend_scratch_bytes(key, value) / 4 floats, 64-byte aligned */

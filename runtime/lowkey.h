@@ -229,9 +229,14 @@ LOWKEY_API lowkey_status lowkey_cache_trim(lowkey_cache *cache, int sequence, in
  * (so: append first; 1 is a decode step, more is causal prefill): query j sits at position
  * length - n_queries[i] + j and sees tokens 0..position.
  *     out[j][h] = sum_t softmax_t(logit_scale * RoPE(q[j][h]) . RoPE(k_t)) v_t,  KV head = h / (n_q_heads / n_kv_heads)
- * over the *stored* keys and values. Products and sums are f32; angles are made in f64. Against the same formula in
- * f64 over lowkey_cache_read's values the error of out is at most
- *     (4 (key_head_dim + 8) 2^-24 S + (n_tokens + 16) 2^-24) * max |v|,   S = logit_scale * max_t sum_c |q_c| |k_tc| * rope_attention_factor^2
+ * over the *stored* keys and values. Products and sums are f32; angles are made in f64 and rounded to f32. Against the
+ * same formula in f64 over lowkey_cache_read's values the error of out is at most, for positions below 2^24,
+ *     (4 (key_head_dim + 8) 2^-24 S + (3 min(n, 64) + n / 8 + 16) 2^-24) * max |v|
+ * with n the tokens seen and S the largest a score could be: logit_scale times the sum, over the RoPE pairs, of
+ * rope_attention_factor^2 |q pair| |k pair| (2-norms, since RoPE turns pairs) and, over the other channels, of |q_c| |k_c|,
+ * at its largest token; that of lse the same without max |v|, and 2^-23 |lse|. kernels/README.md derives it.
+ * Queries must be finite. Scores beyond f32's range count as its largest number, so that out is never NaN while values
+ * are finite.
  * The result does not depend on the number of threads, nor on the other sequences of the call. */
 typedef struct lowkey_attend_args {
     size_t struct_size;
@@ -260,7 +265,7 @@ LOWKEY_API lowkey_status lowkey_cache_page(const lowkey_cache *cache, int sequen
                                            int head, const void **bytes, size_t *n_bytes, lowkey_error *err);
 
 /* What a cache holds, each part, in bytes, at this moment. Payload counts what the tokens held need: codes, per-token
- * scales and zeros, outliers in use and 16 bits a token where a page has outliers; tokens kept as sinks count 16 bits
+ * scales and zeros, outliers in use and 16 bits a token where there is an outlier rule; tokens kept as sinks count 16 bits
  * an element. Held counts what was taken from the allocator for them, whole pages and fixed parts. */
 typedef struct lowkey_cache_usage {
     size_t struct_size;
@@ -268,7 +273,7 @@ typedef struct lowkey_cache_usage {
     uint64_t codes_bytes, scales_bytes, outliers_bytes, sinks_bytes;  /* payload */
     uint64_t outliers, clamped, saturated; /* counts since creation: stored; beyond a cap; residuals, rules or sinks at the end of their range */
     uint64_t held_pages_bytes;   /* pages in use by sequences, side pages included, padding too */
-    uint64_t held_sinks_bytes;
+    uint64_t held_sinks_bytes;   /* of the sequences that have pages */
     uint64_t held_tables_bytes;  /* tables, boundaries, orders, feedback factors, RoPE angles */
     uint64_t held_other_bytes;   /* block tables, lengths, the objects */
     double bits_payload;         /* per element; 0 where there is none */
