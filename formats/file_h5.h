@@ -76,6 +76,9 @@ enum {                    /* flags of float reads */
  * index; so are f64 beyond f32's range. */
 lowkey_status lowkey_h5_read_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, unsigned flags,
                                  float *out, lowkey_error *err);
+/* The same into new memory, taken after the checks, aligned to 64 bytes, for free(). */
+lowkey_status lowkey_h5_read_new_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, unsigned flags,
+                                     float **out, lowkey_error *err);
 lowkey_status lowkey_h5_read_f64(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, double *out,
                                  lowkey_error *err);
 /* Integers of any type, each low..high, stored as two's complement of 1, 2, 4 or 8 bytes. */
@@ -124,7 +127,16 @@ lowkey_status lowkey_h5_commit(lowkey_h5 *file,
                                lowkey_error *err);
 void lowkey_h5_abandon(lowkey_h5 *file); /* remove the temporary file; frees; takes NULL */
 
-/* ---- what model.h5, activations.h5 and quantizer.h5 share ---- */
+/* ---- what several schemas share ---- */
+
+/* Offsets [n + 1] of runs of total elements: from 0 to total, strictly rising. */
+lowkey_status lowkey_offsets_check(const char *name, const int64_t *offsets, int n, int64_t total, lowkey_error *err);
+
+/* Root attributes of files with layers: n_layers, model_name (malloc'd), model_sha256. */
+lowkey_status lowkey_h5_read_identity(lowkey_h5 *file, int *n_layers, char **model_name, unsigned char model_sha256[32],
+                                      lowkey_error *err);
+lowkey_status lowkey_h5_write_identity(lowkey_h5 *file, int n_layers, const char *model_name,
+                                       const unsigned char model_sha256[32], lowkey_error *err);
 
 /* "/layers/007" and "/layers/007/SUFFIX" (suffix NULL: the group). */
 void lowkey_h5_layer_path(int layer, const char *suffix, char path[LOWKEY_H5_MAX_PATH]);

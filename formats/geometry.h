@@ -8,7 +8,8 @@
 enum {
     LOWKEY_MAX_CHANNELS =
         65536, /* n_kv_heads * head_dim of either side: an outlier entry names one in 16 bits */
-    LOWKEY_MAX_Q_HEADS = 65536
+    LOWKEY_MAX_Q_HEADS = 65536,
+    LOWKEY_MAX_LAYERS = 65536
 };
 
 /* Put in what zero stands for: logit_scale 1 / sqrt(key_head_dim), rope_attention_factor 1. */

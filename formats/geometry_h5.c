@@ -1,4 +1,5 @@
 /* geometry_h5.c - how attention looks, in a layer group: model.h5, activations.h5 and quantizer.h5 alike. */
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -84,6 +85,34 @@ lowkey_status lowkey_h5_refuse_layer_others(lowkey_h5 *file, const lowkey_layer_
     all[n] = NULL;
     lowkey_h5_layer_path(layer->index, NULL, path);
     return lowkey_h5_refuse_others(file, path, all, attributes, err);
+}
+
+lowkey_status lowkey_h5_read_identity(lowkey_h5 *file, int *n_layers, char **model_name, unsigned char model_sha256[32],
+                                      lowkey_error *err)
+{
+    LOWKEY_TRY(lowkey_h5_get_small(file, "/", "n_layers", 1, LOWKEY_MAX_LAYERS, n_layers, err));
+    LOWKEY_TRY(lowkey_h5_get_sha256(file, "/", "model_sha256", model_sha256, err));
+    return lowkey_h5_get_string(file, "/", "model_name", model_name, err);
+}
+
+lowkey_status lowkey_h5_write_identity(lowkey_h5 *file, int n_layers, const char *model_name,
+                                       const unsigned char model_sha256[32], lowkey_error *err)
+{
+    LOWKEY_TRY(lowkey_h5_put_int(file, "/", "n_layers", n_layers, err));
+    LOWKEY_TRY(lowkey_h5_put_string(file, "/", "model_name", model_name, err));
+    return lowkey_h5_put_sha256(file, "/", "model_sha256", model_sha256, err);
+}
+
+lowkey_status lowkey_offsets_check(const char *name, const int64_t *offsets, int n, int64_t total, lowkey_error *err)
+{
+    if (offsets[0] != 0 || offsets[n] != total)
+        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: expected from 0 to %" PRId64 ", found from %" PRId64 " to %" PRId64, name, total,
+                           offsets[0], offsets[n]);
+    for (int i = 1; i <= n; i++)
+        if (offsets[i] <= offsets[i - 1])
+            return lowkey_fail(err, LOWKEY_EFORMAT, "%s[%d]: expected more than %" PRId64 " before it, found %" PRId64, name, i,
+                               offsets[i - 1], offsets[i]);
+    return LOWKEY_OK;
 }
 
 /* ---- which layers ---- */

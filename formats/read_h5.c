@@ -137,6 +137,22 @@ lowkey_status lowkey_h5_read_f32(lowkey_h5 *file, const char *dataset, int rank,
     return status;
 }
 
+lowkey_status lowkey_h5_read_new_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, unsigned flags,
+                                     float **out, lowkey_error *err)
+{
+    lowkey_h5_floats *data;
+    *out = NULL;
+    LOWKEY_TRY(lowkey_h5_floats_open(file, dataset, rank, dims, flags, &data, err));
+    const size_t bytes = (size_t)data->bytes / (size_t)data->number.bytes * sizeof **out;
+    *out = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    lowkey_status status = LOWKEY_OK;
+    if (!*out) status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory for %zu bytes", file->path, dataset, bytes);
+    else status = lowkey_h5_floats_read(data, origin, data->dims, *out, err);
+    lowkey_h5_floats_close(data);
+    if (status) free(*out), *out = NULL;
+    return status;
+}
+
 static lowkey_status take_f64(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first, size_t n,
                               const int64_t *start, const int64_t *count, lowkey_error *err)
 {
