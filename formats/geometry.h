@@ -6,8 +6,7 @@
 #include "runtime/lowkey.h"
 
 enum {
-    LOWKEY_MAX_CHANNELS =
-        65536, /* n_kv_heads * head_dim of either side: an outlier entry names one in 16 bits */
+    LOWKEY_MAX_CHANNELS = 65536, /* n_kv_heads * head_dim of a side: an outlier entry names one in 16 bits */
     LOWKEY_MAX_Q_HEADS = 65536,
     LOWKEY_MAX_LAYERS = 65536
 };

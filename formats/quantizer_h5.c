@@ -120,11 +120,10 @@ static lowkey_status read_root(lowkey_h5 *file, struct gathered *g, int **layer_
     lowkey_quantizer_desc *desc = &g->desc;
     *desc = (lowkey_quantizer_desc) { .struct_size = sizeof *desc };
     LOWKEY_TRY(lowkey_h5_refuse_others(file, "/", objects, attributes, err));
-    LOWKEY_TRY(lowkey_h5_get_small(file, "/", "n_layers", 1, INT32_MAX, &g->box->record.n_model_layers, err));
-    LOWKEY_TRY(lowkey_h5_get_string(file, "/", "model_name", &model_name, err));
+    LOWKEY_TRY(
+        lowkey_h5_read_identity(file, &g->box->record.n_model_layers, &model_name, desc->model_sha256, err));
     LOWKEY_TRY(lowkey_pool_own(&g->pool, model_name, err));
     desc->model_name = model_name;
-    LOWKEY_TRY(lowkey_h5_get_sha256(file, "/", "model_sha256", desc->model_sha256, err));
     LOWKEY_TRY(
         lowkey_h5_get_small(file, "/", "n_sink_tokens", 0, LOWKEY_PAGE_TOKENS, &desc->n_sink_tokens, err));
     LOWKEY_TRY(lowkey_h5_get_choice(file, "/", "sink_rule", sink_rules, &sink_rule, err));
@@ -248,9 +247,8 @@ static lowkey_status write_root(lowkey_h5 *file, const lowkey_quantizer_desc *de
                                                       layer_index, sizeof *layer_index, 1, err);
     free(layer_index);
     LOWKEY_TRY(status);
-    LOWKEY_TRY(lowkey_h5_put_int(file, "/", "n_layers", record->n_model_layers, err));
-    LOWKEY_TRY(lowkey_h5_put_string(file, "/", "model_name", desc->model_name, err));
-    LOWKEY_TRY(lowkey_h5_put_sha256(file, "/", "model_sha256", desc->model_sha256, err));
+    LOWKEY_TRY(
+        lowkey_h5_write_identity(file, record->n_model_layers, desc->model_name, desc->model_sha256, err));
     LOWKEY_TRY(lowkey_h5_put_int(file, "/", "n_sink_tokens", desc->n_sink_tokens, err));
     return lowkey_h5_put_string(file, "/", "sink_rule", desc->sink_rule == LOWKEY_RULE_BF16 ? "bf16" : "f16",
                                 err);
@@ -301,7 +299,9 @@ lowkey_status lowkey_quantizer_write(const char *path, const lowkey_quantizer_de
     lowkey_quantizer *quantizer;
     lowkey_h5 *file;
     if (!path || !record || !record->reports)
-        return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_quantizer_write: expected a path, a record and its reports, found one missing");
+        return lowkey_fail(
+            err, LOWKEY_EINVAL,
+            "lowkey_quantizer_write: expected a path, a record and its reports, found one missing");
     LOWKEY_TRY(lowkey_quantizer_create(desc, NULL, &quantizer, err));
     const lowkey_quantizer_desc *filled = lowkey_quantizer_describe(quantizer);
     lowkey_status status = lowkey_h5_create(path, "quantizer", &file, err);
