@@ -168,31 +168,37 @@ static void start_empty(lowkey_cache *cache)
         cache->free_pages[i] = cache->n_pages - 1 - i; /* page 0 goes first */
 }
 
+lowkey_status lowkey_cache_plan(const lowkey_quantizer *quantizer, const lowkey_cache_config *given,
+                                lowkey_cache *cache, lowkey_error *err)
+{
+    lowkey_cache_config config;
+    LOWKEY_TRY(lowkey_struct_read(&config, sizeof config, given, given->struct_size, "cache config", err));
+    LOWKEY_TRY(check_config(&config, err));
+    *cache = (lowkey_cache) { .quantizer = quantizer,
+                              .desc = lowkey_quantizer_describe(quantizer),
+                              .n_pages = config.n_pages,
+                              .max_sequences = config.max_sequences };
+    const int64_t room = (int64_t)config.n_pages * LOWKEY_PAGE_TOKENS, most = room < INT_MAX ? room : INT_MAX;
+    cache->max_tokens = config.max_tokens && config.max_tokens < most ? config.max_tokens : (int)most;
+    cache->max_blocks = (int)(((int64_t)cache->max_tokens + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS);
+    lay_out_fixed(&cache->fixed, cache);
+    lay_out_store(&cache->store, cache);
+    return LOWKEY_OK;
+}
+
 lowkey_status lowkey_cache_create(lowkey_context *context, const lowkey_quantizer *quantizer,
-                                  const lowkey_cache_config *given, lowkey_cache **out, lowkey_error *err)
+                                  const lowkey_cache_config *config, lowkey_cache **out, lowkey_error *err)
 {
     if (!out) return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_cache_create: out is NULL");
     *out = NULL;
-    if (!context || !quantizer || !given)
+    if (!context || !quantizer || !config)
         return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_cache_create: %s is NULL",
                            !context     ? "context"
                            : !quantizer ? "quantizer"
                                         : "config");
-    lowkey_cache_config config;
-    LOWKEY_TRY(lowkey_struct_read(&config, sizeof config, given, given->struct_size, "cache config", err));
-    LOWKEY_TRY(check_config(&config, err));
-
-    struct lowkey_cache cache = { .context = context,
-                                  .quantizer = quantizer,
-                                  .desc = lowkey_quantizer_describe(quantizer),
-                                  .n_pages = config.n_pages,
-                                  .max_sequences = config.max_sequences };
-    const int64_t room = (int64_t)config.n_pages * LOWKEY_PAGE_TOKENS, most = room < INT_MAX ? room : INT_MAX;
-    cache.max_tokens = config.max_tokens && config.max_tokens < most ? config.max_tokens : (int)most;
-    cache.max_blocks = (int)(((int64_t)cache.max_tokens + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS);
-
-    lay_out_fixed(&cache.fixed, &cache);
-    lay_out_store(&cache.store, &cache);
+    struct lowkey_cache cache;
+    LOWKEY_TRY(lowkey_cache_plan(quantizer, config, &cache, err));
+    cache.context = context;
     LOWKEY_TRY(lowkey_block_allocate(&cache.fixed, &context->allocator, "cache", err));
     const lowkey_status status = lowkey_block_allocate(&cache.store, &context->allocator, "cache pages", err);
     if (status != LOWKEY_OK) return lowkey_block_free(&cache.fixed, &context->allocator), status;

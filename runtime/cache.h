@@ -59,6 +59,10 @@ struct lowkey_cache {
     size_t sinks_bytes; /* of one sequence */
 };
 
+/* Check a size and plan a cache of it: every number of *cache is set, both blocks are measured, nothing is allocated. */
+lowkey_status lowkey_cache_plan(const lowkey_quantizer *quantizer, const lowkey_cache_config *config, lowkey_cache *cache,
+                                lowkey_error *err);
+
 /* Number of a layer among those described, from its index in the model; -1: none. */
 int lowkey_cache_find_layer(const lowkey_cache *cache, int layer);
 /* ... and with words. */

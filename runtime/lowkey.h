@@ -283,6 +283,13 @@ typedef struct lowkey_cache_usage {
 
 LOWKEY_API lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage *usage, lowkey_error *err);
 
+/* What lowkey_cache_measure would say of a cache of this size in which n_sequences sequences hold tokens_each tokens in
+ * every layer; nothing is allocated. How many elements are outliers depends on the data: counts are 0, and the payload of
+ * outliers is that of tokens without any. Held bytes are exact. LOWKEY_EFULL: they have no room in such a cache. */
+LOWKEY_API lowkey_status lowkey_cache_estimate(const lowkey_quantizer *quantizer, const lowkey_cache_config *config,
+                                               int n_sequences, int tokens_each, lowkey_cache_usage *usage,
+                                               lowkey_error *err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -30,50 +30,31 @@ static uint64_t stored_outliers(const lowkey_cache *cache, const struct lowkey_s
     return n;
 }
 
-/* Adds one side's payload; codes are counted in bits. */
-static void add_side(const lowkey_cache *cache, int layer_number, int which, lowkey_cache_usage *usage,
+/* Adds the payload of a sequence of so many tokens at one side, its outliers' entries aside; codes are counted in bits. */
+static void add_side(const struct lowkey_side *side, int n_sink_tokens, int length, lowkey_cache_usage *usage,
                      uint64_t *bits)
 {
-    const struct lowkey_side *side = &cache->layers[layer_number].layer->side[which];
-    const uint64_t n_channels = (uint64_t)side->n_heads * (uint64_t)side->head_dim,
-                   token_bits = code_bits(side);
+    const uint64_t n_channels = (uint64_t)side->n_heads * (uint64_t)side->head_dim;
     const uint64_t scale_bytes = side->token_scale == LOWKEY_SCALE_F32 ? 4 : 2;
-    for (int s = 0; s < cache->max_sequences; s++) {
-        const int length = *lowkey_cache_length_at(cache, s, layer_number),
-                  n_sinks = cache->desc->n_sink_tokens;
-        const uint64_t sinks = (uint64_t)(length < n_sinks ? length : n_sinks),
-                       packed = (uint64_t)length - sinks;
-        usage->elements += (uint64_t)length * n_channels;
-        usage->sinks_bytes += sinks * n_channels * 2;
-        usage->scales_bytes += packed * (uint64_t)side->n_blocks * 2 * scale_bytes;
-        *bits += packed * token_bits;
-        if (side->outlier_rule != LOWKEY_OUTLIER_NONE)
-            usage->outliers_bytes += packed * 2 +
-                                     4 * stored_outliers(cache, side,
-                                                         &cache->layers[layer_number].store[which], s,
-                                                         length);
-    }
+    const uint64_t sinks = (uint64_t)(length < n_sink_tokens ? length : n_sink_tokens),
+                   packed = (uint64_t)length - sinks;
+    usage->elements += (uint64_t)length * n_channels;
+    usage->sinks_bytes += sinks * n_channels * 2;
+    usage->scales_bytes += packed * (uint64_t)side->n_blocks * 2 * scale_bytes;
+    *bits += packed * code_bits(side);
+    if (side->outlier_rule != LOWKEY_OUTLIER_NONE) usage->outliers_bytes += packed * 2;
 }
 
-lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage *out, lowkey_error *err)
+/* Puts in what a cache holds with so many pages and sequences in use, and what follows, as much as the caller knows. */
+static void answer(const lowkey_cache *cache, uint64_t n_pages, uint64_t n_sequences, size_t fixed_bytes,
+                   size_t store_bytes, lowkey_cache_usage usage, lowkey_cache_usage *out)
 {
-    if (!out || out->struct_size < sizeof out->struct_size || out->struct_size > 1 << 16)
-        return lowkey_fail(err, LOWKEY_EINVAL,
-                           "lowkey_cache_measure: usage: struct_size: expected the struct's size");
-    lowkey_cache_usage usage = { .struct_size = out->struct_size };
-    uint64_t bits = 0, n_sequences = 0;
-    for (int i = 0; i < 2 * cache->desc->n_layers; i++) add_side(cache, i / 2, i % 2, &usage, &bits);
-    for (int s = 0; s < cache->max_sequences; s++) n_sequences += cache->n_blocks[s] > 0;
-    usage.codes_bytes = (bits + 7) / 8;
-    usage.outliers = cache->counts.outliers;
-    usage.clamped = cache->counts.clamped;
-    usage.saturated = cache->counts.saturated;
-    usage.held_pages_bytes = (uint64_t)(cache->n_pages - cache->n_free) * cache->page_bytes;
+    usage.struct_size = out->struct_size;
+    usage.held_pages_bytes = n_pages * cache->page_bytes;
     usage.held_sinks_bytes = n_sequences * cache->sinks_bytes;
     usage.held_tables_bytes = lowkey_quantizer_bytes(cache->quantizer) + cache->angles_bytes;
-    usage.held_other_bytes = cache->fixed.bytes - cache->angles_bytes;
-    usage.allocated_bytes = cache->fixed.bytes + cache->store.bytes +
-                            lowkey_quantizer_bytes(cache->quantizer);
+    usage.held_other_bytes = fixed_bytes - cache->angles_bytes;
+    usage.allocated_bytes = fixed_bytes + store_bytes + lowkey_quantizer_bytes(cache->quantizer);
     if (usage.elements) {
         const uint64_t payload = usage.codes_bytes + usage.scales_bytes + usage.outliers_bytes +
                                  usage.sinks_bytes;
@@ -85,5 +66,67 @@ lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage
     const size_t known = out->struct_size < sizeof usage ? out->struct_size : sizeof usage;
     memset(out, 0, usage.struct_size);
     memcpy(out, &usage, known);
+}
+
+static lowkey_status check_usage(const char *function, const lowkey_cache_usage *usage, lowkey_error *err)
+{
+    if (!usage || usage->struct_size < sizeof usage->struct_size || usage->struct_size > 1 << 16)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: usage: struct_size: expected the struct's size", function);
+    return LOWKEY_OK;
+}
+
+lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage *out, lowkey_error *err)
+{
+    LOWKEY_TRY(check_usage("lowkey_cache_measure", out, err));
+    lowkey_cache_usage usage = { .outliers = cache->counts.outliers,
+                                 .clamped = cache->counts.clamped,
+                                 .saturated = cache->counts.saturated };
+    uint64_t bits = 0, n_sequences = 0;
+    for (int i = 0; i < 2 * cache->desc->n_layers; i++) {
+        const struct lowkey_side *side = &cache->layers[i / 2].layer->side[i % 2];
+        const struct lowkey_store *store = &cache->layers[i / 2].store[i % 2];
+        for (int s = 0; s < cache->max_sequences; s++) {
+            const int length = *lowkey_cache_length_at(cache, s, i / 2);
+            add_side(side, cache->desc->n_sink_tokens, length, &usage, &bits);
+            if (side->outlier_rule != LOWKEY_OUTLIER_NONE)
+                usage.outliers_bytes += 4 * stored_outliers(cache, side, store, s, length);
+        }
+    }
+    for (int s = 0; s < cache->max_sequences; s++) n_sequences += cache->n_blocks[s] > 0;
+    usage.codes_bytes = (bits + 7) / 8;
+    answer(cache, (uint64_t)(cache->n_pages - cache->n_free), n_sequences, cache->fixed.bytes, cache->store.bytes,
+           usage, out);
+    return LOWKEY_OK;
+}
+
+lowkey_status lowkey_cache_estimate(const lowkey_quantizer *quantizer, const lowkey_cache_config *config,
+                                    int n_sequences, int tokens_each, lowkey_cache_usage *out, lowkey_error *err)
+{
+    if (!quantizer || !config)
+        return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_cache_estimate: %s is NULL",
+                           quantizer ? "config" : "quantizer");
+    LOWKEY_TRY(check_usage("lowkey_cache_estimate", out, err));
+    struct lowkey_cache cache;
+    LOWKEY_TRY(lowkey_cache_plan(quantizer, config, &cache, err));
+    if (n_sequences < 0 || n_sequences > cache.max_sequences || tokens_each < 0)
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "lowkey_cache_estimate: expected 0 to %d sequences of 0 or more tokens, found %d of %d",
+                           cache.max_sequences, n_sequences, tokens_each);
+    const int64_t n_blocks = ((int64_t)tokens_each + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS;
+    if (n_sequences > 0 && (tokens_each > cache.max_tokens || n_blocks * n_sequences > cache.n_pages))
+        return lowkey_fail(err, LOWKEY_EFULL,
+                           "lowkey_cache_estimate: %d sequences of %d tokens are over the limit of %d tokens and %d pages",
+                           n_sequences, tokens_each, cache.max_tokens, cache.n_pages);
+    if (cache.fixed.overflow || cache.store.overflow)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "lowkey_cache_estimate: such a cache is more memory than can be addressed");
+    lowkey_cache_usage usage = { 0 };
+    uint64_t bits = 0;
+    for (int i = 0; i < 2 * cache.desc->n_layers; i++)
+        for (int s = 0; s < n_sequences; s++)
+            add_side(&lowkey_quantizer_layer_at(quantizer, i / 2)->side[i % 2], cache.desc->n_sink_tokens, tokens_each,
+                     &usage, &bits);
+    usage.codes_bytes = (bits + 7) / 8;
+    answer(&cache, (uint64_t)(n_blocks * n_sequences), tokens_each > 0 ? (uint64_t)n_sequences : 0, cache.fixed.used,
+           cache.store.used, usage, out);
     return LOWKEY_OK;
 }
