@@ -24,7 +24,8 @@ python := build/venv/bin/python
 cppflags := -I. -D_GNU_SOURCE -MMD -MP
 cflags   := -std=c11 -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Wdouble-promotion \
             -Werror -ffp-contract=off -fvisibility=hidden -fPIC
-packages := hdf5 gsl openblas libcrypto jansson
+# openblas before gsl, which brings a slow cblas of its own: the first one linked is the one used.
+packages := hdf5 openblas gsl libcrypto jansson
 # pkg-config is asked when a recipe runs: it may have been installed by then.
 ldlibs   := $$(pkg-config --libs $(packages)) -lm -lpthread
 ifeq ($(SAN),1)
