@@ -6,8 +6,16 @@
 #include "formats/half.h"
 #include "formats/side.h"
 
-struct
-    lowkey_grid { /* scale and zero of a token's block of channels, as stored; 1 and 0 where there are none */
+/* Compile a function for the base machine and for one that has more, and pick when the program is loaded. Only for code
+ * whose results are the same bits either way. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define LOWKEY_CLONES(feature) __attribute__((target_clones("default", feature)))
+#else
+#define LOWKEY_CLONES(feature)
+#endif
+
+/* Scale and zero of a token's block of channels, as stored; 1 and 0 where there are none. */
+struct lowkey_grid {
     float scale, zero;
 };
 
@@ -45,11 +53,12 @@ LOWKEY_INLINE void lowkey_put_scale(uint8_t *section, lowkey_token_scale type, s
 LOWKEY_INLINE struct lowkey_grid lowkey_grid_of(const struct lowkey_side *side, const uint8_t *side_page,
                                                 int slot, int channel)
 {
-    if (side->token_scale == LOWKEY_SCALE_NONE) return (struct lowkey_grid) { 1, 0 };
+    struct lowkey_grid grid = { 1, 0 };
+    if (side->token_scale == LOWKEY_SCALE_NONE) return grid;
     const size_t i = (size_t)slot * (size_t)side->n_blocks + (size_t)(channel / side->scale_block);
-    return (
-        struct lowkey_grid) { lowkey_get_scale(side_page + side->layout.scale_offset, side->token_scale, i),
-                              lowkey_get_scale(side_page + side->layout.zero_offset, side->token_scale, i) };
+    grid.scale = lowkey_get_scale(side_page + side->layout.scale_offset, side->token_scale, i);
+    grid.zero = lowkey_get_scale(side_page + side->layout.zero_offset, side->token_scale, i);
+    return grid;
 }
 
 /* Which entries of a side page are a token's: first..end-1. */

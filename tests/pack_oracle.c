@@ -170,7 +170,7 @@ static unsigned find_code(const lowkey_side_desc *side, int c, float t,
     }
     if (bits == 8 && side->rule_8 == LOWKEY_RULE_INT8) {
         const float u = t / side->rule_scale[c];
-        const double integer = rint((double)u), clamped = fmax(-127, fmin(127, integer));
+        const double integer = rint((double)u), clamped = fmax(-127, fmin(127, integer)) + 0.0; /* no -0 */
         *saturated += integer != clamped;
         *value = side->rule_scale[c] * (float)clamped;
         return (unsigned)(int)clamped & 255;
