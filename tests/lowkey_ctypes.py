@@ -40,6 +40,60 @@ class Usage(c.Structure):
         ("bits_payload", c.c_double), ("bits_held", c.c_double), ("allocated_bytes", c.c_uint64)]
 
 
+class SideDesc(c.Structure):
+    _fields_ = [("struct_size", c.c_size_t), ("bits", c.c_void_p), ("order", c.c_void_p), ("table_entries", c.c_int),
+                ("n_entries", c.c_void_p), ("table", c.c_void_p), ("boundary", c.c_void_p), ("center", c.c_void_p),
+                ("exponent", c.c_void_p), ("lower", c.c_void_p), ("upper", c.c_void_p), ("rule_8", c.c_int),
+                ("rule_16", c.c_int), ("rule_scale", c.c_void_p), ("token_scale", c.c_int), ("scale_block", c.c_int),
+                ("outlier_rule", c.c_int), ("outlier_rank", c.c_int), ("outlier_cap", c.c_int),
+                ("outlier_page_capacity", c.c_int), ("factor", c.c_void_p)]
+
+
+class LayerDesc(c.Structure):
+    _fields_ = [("struct_size", c.c_size_t), ("index", c.c_int), ("n_q_heads", c.c_int), ("n_kv_heads", c.c_int),
+                ("key_head_dim", c.c_int), ("value_head_dim", c.c_int), ("logit_scale", c.c_double),
+                ("rope_dims", c.c_int), ("rope_pairing", c.c_int), ("rope_attention_factor", c.c_double),
+                ("rope_inv_freq", c.c_void_p), ("key", SideDesc), ("value", SideDesc)]
+
+
+class QuantizerDesc(c.Structure):
+    _fields_ = [("struct_size", c.c_size_t), ("n_layers", c.c_int), ("layers", c.POINTER(LayerDesc)),
+                ("n_sink_tokens", c.c_int), ("sink_rule", c.c_int), ("model_name", c.c_char_p),
+                ("model_sha256", c.c_ubyte * 32)]
+
+
+RULES = ("none", "f16", "bf16", "e4m3", "e5m2", "int8")
+
+
+def describe(q):
+    """lowkey_quantizer_desc of a reader.quantizer, which keeps what it points to."""
+    keep = []
+
+    def array(values, dtype):
+        if values is None:
+            return None
+        keep.append(np.ascontiguousarray(values, dtype))
+        return keep[-1].ctypes.data
+
+    def side(s):
+        return SideDesc(
+            c.sizeof(SideDesc), array(s.bits, np.uint8), array(s.order, np.uint16), s.E,
+            *[array(getattr(s, name) if s.E else None, dtype) for name, dtype in (
+                ("n_entries", np.uint8), ("table", np.float32), ("boundary", np.float32))],
+            array(s.center, np.float32), array(s.exponent, np.int16), array(s.lower, np.float32), array(s.upper, np.float32),
+            RULES.index(s.rule_8), RULES.index(s.rule_16), array(s.rule_scale, np.float32),
+            ("none", "f16", "f32").index(s.token_scale), s.scale_block, ("none", "limit", "rank").index(s.outlier_rule),
+            s.rank, s.cap, s.capacity, array(s.factor, np.float32))
+
+    layers = (LayerDesc * len(q.layers))(*[LayerDesc(
+        c.sizeof(LayerDesc), g.index, g.n_q_heads, g.n_kv_heads, g.key_head_dim, g.value_head_dim, g.logit_scale,
+        g.rope_dims, ("half", "interleaved").index(g.rope_pairing), g.rope_attention_factor,
+        array(g.rope_inv_freq, np.float64), side(g.key), side(g.value)) for g in q.layers])
+    desc = QuantizerDesc(c.sizeof(QuantizerDesc), len(q.layers), layers, q.n_sink_tokens, RULES.index(q.sink_rule))
+    desc.keep = keep, layers
+    return desc
+
+
 class LowkeyError(Exception):
     pass
 
@@ -79,12 +133,15 @@ def rows(array):
 
 
 class Cache:
-    """A quantizer file opened, and one cache on it."""
+    """A cache on a quantizer: a file's name, or a description made by describe."""
 
-    def __init__(self, libraries, path, n_pages, max_sequences=1, isa=None):
+    def __init__(self, libraries, quantizer, n_pages, max_sequences=1, isa=None):
         self.core, h5 = libraries
         self.quantizer, self.context, self.cache = c.c_void_p(), c.c_void_p(), c.c_void_p()
-        checked(h5.lowkey_quantizer_open, os.fsencode(path), None, c.byref(self.quantizer))
+        if isinstance(quantizer, QuantizerDesc):
+            checked(self.core.lowkey_quantizer_create, c.byref(quantizer), None, c.byref(self.quantizer))
+        else:
+            checked(h5.lowkey_quantizer_open, os.fsencode(quantizer), None, c.byref(self.quantizer))
         config = ContextConfig(c.sizeof(ContextConfig), None, isa)
         checked(self.core.lowkey_context_create, c.byref(config), c.byref(self.context))
         config = CacheConfig(c.sizeof(CacheConfig), n_pages, max_sequences, 0)
@@ -103,6 +160,9 @@ class Cache:
 
     def append(self, layer, keys, values, sequence=0):
         checked(self.core.lowkey_cache_append, self.cache, layer, 1, ints(sequence), ints(len(keys)), rows(keys), rows(values))
+
+    def trim(self, n_tokens, sequence=0):
+        checked(self.core.lowkey_cache_trim, self.cache, sequence, n_tokens)
 
     def read(self, layer, shape_k, shape_v, first, n, sequence=0):
         keys, values = np.empty((n, *shape_k), np.float32), np.empty((n, *shape_v), np.float32)

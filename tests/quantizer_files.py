@@ -46,9 +46,9 @@ def side(rng, H, D, pairs, bits=(2,), rule_8="none", rule_16="none", token_scale
     widths.reshape(-1)[:len(bits)] = bits  # each at least once
     E = 0 if min(bits) > 5 else 32 if wide_table else 2 ** max(b for b in bits if b <= 5)
     scaled = token_scale != "none"
-    spread = np.exp(rng.normal(size=(H, D)) * (0.2 if scaled else 1)) * (0.7 if scaled else magnitude)
+    spread = np.exp(np.clip(rng.normal(size=(H, D)) * (0.2 if scaled else 1), -2, 1)) * (0.7 if scaled else magnitude)
     offset = rng.random((H, D)) < 0.3
-    center = np.where(offset & (not scaled), rng.normal(size=(H, D)) * 4 * magnitude, 0).astype(np.float32)
+    center = np.where(offset & (not scaled), np.clip(rng.normal(size=(H, D)), -3, 3) * 4 * magnitude, 0).astype(np.float32)
     exponent = np.floor(np.log2(spread)).astype(np.int64) + rng.integers(-4, 3, (H, D))
     lower, upper = np.float32(center - 2 * spread), np.float32(center + 2 * spread)
     d = dict(H=H, D=D, table_scope="channel", codebook="fitted" if E else "none", table_entries=E, rule_8=rule_8,

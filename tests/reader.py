@@ -331,8 +331,8 @@ def side_outliers(group, s):
         group.fail("@outlier_rule", "limit only without token_scale", s.token_scale)
     some = int(s.outlier_rule != "none")
     ranked = int(s.outlier_rule == "rank")
-    s.rank = group.integer("outlier_rank", ranked, ranked * 2**31)
-    s.cap = group.integer("outlier_cap", some, some * 2**31)
+    s.rank = group.integer("outlier_rank", ranked, ranked * s.C // 2)
+    s.cap = group.integer("outlier_cap", some, some * s.C)
     s.capacity = group.integer("outlier_page_capacity", some, some * 65535)
 
 
@@ -348,8 +348,8 @@ def side_tables(group, s):
         if (np.diff(t[:used]) <= 0).any() or (t[used:] != (t[used - 1] if used else 0)).any():
             group.fail("table", "strictly rising, then the last repeated", where)
         in_use = max(used - 1, 0)
-        if (np.diff(b[:in_use]) < 0).any() or (b[in_use:] != FLT_MAX).any():
-            group.fail("boundary", "not falling, then FLT_MAX", where)
+        if (np.diff(b[:in_use]) < 0).any() or ((b == FLT_MAX) != (np.arange(E - 1) >= in_use)).any():
+            group.fail("boundary", "not falling and below FLT_MAX, then FLT_MAX", where)
         low, high = Fraction(float(s.lower[h, c])), Fraction(float(s.upper[h, c]))
         if used and (Fraction(t[0]) < low - 2 * (high - low) or Fraction(t[used - 1]) > high + 2 * (high - low)):
             group.fail("table", "entries within lower - 2 r to upper + 2 r", where)

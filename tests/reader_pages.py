@@ -331,7 +331,7 @@ def pack_column(packed, h, c, t, scale, zero):
         if scale is not None:
             b = (h * side.D + c) // side.scale_block
             with np.errstate(all="ignore"):
-                boundary = zero[:, b, None] + scale[:, b, None] * boundary[boundary != FLT_MAX]
+                boundary = zero[:, b, None] + scale[:, b, None] * boundary
         codes = (boundary < t[:, None]).sum(axis=1)
         if scale is not None:
             codes = np.where(scale[:, b] == 0, 0, codes)
