@@ -101,7 +101,7 @@ static lowkey_status check_chunks(lowkey_h5_floats *data, hid_t creation, lowkey
     if (!good)
         return lowkey_h5_fail(data->file, err, "%s: expected chunks of at most %d MiB, found larger ones", data->name,
                               MAX_CHUNK_BYTES >> 20);
-    LOWKEY_CLOSED hid_t space = H5Dget_space(data->id); /* not H5S_ALL, which HDF5 1.10.8 refuses */
+    LOWKEY_CLOSED hid_t space = H5Dget_space(data->id); /* H5S_ALL is refused by HDF5 1.10 */
     if (H5Dget_num_chunks(data->id, space, &found) < 0 || found != expected)
         return lowkey_h5_fail(data->file, err, "%s: expected %" PRIu64 " chunks, found %" PRIu64 ": not all of it was written",
                               data->name, expected, (uint64_t)found);
@@ -154,7 +154,8 @@ static lowkey_status check_type(lowkey_h5_floats *data, int want_int, const char
     return LOWKEY_OK;
 }
 
-/* Chunks with filters are decoded whole: keep a row of them. Others are read piece by piece, without a cache. */
+/* A cache that holds a row of chunks: HDF5 reads chunks that fit in whole, and others in pieces as small as a head's
+ * channels, a system call each. */
 static lowkey_status reopen_with_cache(lowkey_h5_floats *data, lowkey_error *err)
 {
     char reason[LOWKEY_H5_REASON];
@@ -162,9 +163,8 @@ static lowkey_status reopen_with_cache(lowkey_h5_floats *data, lowkey_error *err
     if (!bytes) return LOWKEY_OK;
     if (bytes < MIN_CACHE_BYTES) bytes = MIN_CACHE_BYTES;
     if (bytes > MAX_CACHE_BYTES) bytes = MAX_CACHE_BYTES;
-    LOWKEY_CLOSED hid_t creation = H5Dget_create_plist(data->id);
     LOWKEY_CLOSED hid_t access = H5Pcreate(H5P_DATASET_ACCESS);
-    H5Pset_chunk_cache(access, 1009, H5Pget_nfilters(creation) > 0 ? (size_t)bytes : 0, 1);
+    H5Pset_chunk_cache(access, 1009, (size_t)bytes, 1);
     H5Idec_ref(data->id);
     data->id = H5Dopen2(data->file->id, data->name, access);
     if (data->id >= 0) return LOWKEY_OK;

@@ -39,20 +39,21 @@ LOWKEY_INLINE uint32_t lowkey_largest_code(int exponent_bits, int mantissa_bits,
     return top == LOWKEY_TOP_IEEE ? last - (1u << mantissa_bits) : top == LOWKEY_TOP_NAN ? last - 1 : last;
 }
 
+/* Without branches, so that compilers make vectors of loops over it. */
 LOWKEY_INLINE float lowkey_small_decode(uint32_t code, int exponent_bits, int mantissa_bits, int top)
 {
     const int width = exponent_bits + mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
     const uint32_t sign = (code >> width & 1) << 31, magnitude = code & ((1u << width) - 1);
-    const uint32_t mantissa = magnitude & ((1u << mantissa_bits) - 1), moved = magnitude << (23 - mantissa_bits);
-    if (magnitude > lowkey_largest_code(exponent_bits, mantissa_bits, top)) {
-        const uint32_t nan = mantissa ? 0x00400000u | mantissa << (23 - mantissa_bits) : 0;
-        return lowkey_f32_from_bits(sign | 0x7f800000u | nan);
-    }
-    if (bias == 127) return lowkey_f32_from_bits(sign | moved); /* f32's own exponents, subnormals included */
-    if (magnitude >> mantissa_bits) return lowkey_f32_from_bits(sign | (moved + ((uint32_t)(127 - bias) << 23)));
-    /* Subnormal: mantissa units of 2^(1 - bias - mantissa_bits), which is a normal f32. */
-    const float unit = lowkey_f32_from_bits((uint32_t)(127 + 1 - bias - mantissa_bits) << 23);
-    return lowkey_f32_from_bits(sign | lowkey_f32_bits((float)mantissa * unit));
+    const uint32_t moved = magnitude << (23 - mantissa_bits), raise = (uint32_t)(127 - bias) << 23;
+    /* A subnormal is the mantissa under the leading one of the smallest normal number, less that number. */
+    const uint32_t smallest = raise + 0x00800000u;
+    const uint32_t subnormal = lowkey_f32_bits(lowkey_f32_from_bits(smallest + moved) - lowkey_f32_from_bits(smallest));
+    const uint32_t quiet = (uint32_t)((magnitude & ((1u << mantissa_bits) - 1)) != 0) << 22;
+    const uint32_t is_normal = 0u - (uint32_t)(magnitude >> mantissa_bits != 0); /* masks: ?: would be branches again */
+    const uint32_t is_special = 0u - (uint32_t)(magnitude > lowkey_largest_code(exponent_bits, mantissa_bits, top));
+    const uint32_t finite = bias == 127 ? moved : ((moved + raise) & is_normal) | (subnormal & ~is_normal);
+    const uint32_t special = 0x7f800000u | moved | quiet;
+    return lowkey_f32_from_bits(sign | (special & is_special) | (finite & ~is_special));
 }
 
 /* What rounds beyond the largest value, infinities too, becomes the largest value and *n_saturated one more (where it

@@ -268,7 +268,7 @@ lowkey_status lowkey_h5_floats_write(lowkey_h5_floats *data, const int64_t *star
         return lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory", data->file->path, data->name);
     if (codes) narrow(data->number.kind, values, n, codes);
     LOWKEY_CLOSED hid_t space = H5Dget_space(data->id);
-    LOWKEY_CLOSED hid_t memory = H5Screate_simple(1, &n, NULL);
+    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count, NULL); /* another rank is slow */
     const int good =
         H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL, (const hsize_t *)count, NULL) >= 0 &&
         H5Dwrite(data->id, data->type, memory, space, H5P_DEFAULT, codes ? (const void *)codes : values) >= 0;
