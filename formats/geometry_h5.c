@@ -174,8 +174,10 @@ static lowkey_status check_group(void *arg, const char *name, lowkey_error *err)
 
 lowkey_status lowkey_h5_check_layer_groups(lowkey_h5 *file, int n, const int *layers, lowkey_error *err)
 {
+    static const char *const none[] = { NULL };
     struct layer_groups groups = { file, n, layers, 0 };
     char path[LOWKEY_H5_MAX_PATH];
+    LOWKEY_TRY(lowkey_h5_refuse_others(file, "/layers", NULL, none, err));
     LOWKEY_TRY(lowkey_h5_for_each(file, "/layers", check_group, &groups, err));
     for (int i = 0; i < n && groups.n_found < n; i++) { /* one is missing: which? */
         LOWKEY_QUIET;

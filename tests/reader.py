@@ -117,8 +117,6 @@ class Group:
         return values.astype(np.int64)
 
     def hashes(self, name, n):
-        if name in self.group and (self.group[name].dtype.kind, self.group[name].dtype.itemsize) != ("u", 1):
-            self.fail(name, "u8", self.group[name].dtype)
         return self.ints(name, (n, 32), 0, 255).astype(np.uint8)
 
     def floats(self, name, shape, to="exact", f16=True):

@@ -233,7 +233,7 @@ def run_case(number):
     rng, name = write_case(c, number)
     q = reader.quantizer(name)
     layer, T = q.layers[0], c["tokens"]
-    cache = lowkey_ctypes.Cache(LIBRARIES, lowkey_ctypes.describe(q), 2 * (T // 64 + 1), max_sequences=2)
+    cache = lowkey_ctypes.Cache(LIBRARIES, name, 2 * (T // 64 + 1), max_sequences=2)
     counts = np.zeros(3, int)
     for sequence, tokens in enumerate((plain_tokens, hard_tokens)):
         cuts = [[1, min(2, T), min(67, T)], range(1, T)][(sequence + number) % 2]
@@ -266,7 +266,7 @@ def test_cuts():
     layer, T = q.layers[0], 150
     keys, values = hard_tokens(rng, layer.key, T), hard_tokens(rng, layer.value, T)
     for cuts in ([], [1, 2, 3, 4, 63, 64, 65, 66, 127, 128, 149], [int(c) for c in np.sort(rng.integers(0, T, 9))]):
-        cache = lowkey_ctypes.Cache(LIBRARIES, lowkey_ctypes.describe(q), 3)
+        cache = lowkey_ctypes.Cache(LIBRARIES, name, 3)
         compare_sequence(cache, q, layer, keys, values, cuts, 0, f"cuts {cuts}")
         for keep in (130, 70, 64, 2, 0):
             cache.trim(keep)
@@ -316,7 +316,7 @@ def test_fused_feedback():
         name = path("fused.h5")
         make.write(name, {2: (g, side, side)})
         q = reader.quantizer(name)
-        cache = lowkey_ctypes.Cache(LIBRARIES, lowkey_ctypes.describe(q), 1)
+        cache = lowkey_ctypes.Cache(LIBRARIES, name, 1)
         packed = compare_sequence(cache, q, q.layers[0], x[t:t + 1], x[t:t + 1], [], 0, "fused")[0]
         assert 0 < packed.codes[0, :, :7].sum() < 7 * H
         cache.close()
