@@ -2,12 +2,12 @@
  * One dataset of each stream is kept open, so that memory does not grow with the number of layers either. */
 #include <inttypes.h>
 #include <limits.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "formats/activations_parts.h"
 #include "formats/file_h5.h"
+#include "formats/half.h"
 #include "runtime/error.h"
 
 struct lowkey_activations {
@@ -158,9 +158,9 @@ static lowkey_status get_stream(lowkey_activations *a, int i, enum lowkey_stream
     return LOWKEY_OK;
 }
 
-static int is_bad(float x, int is_weight)
+static uint32_t is_bad(float x, int is_weight)
 {
-    return !isfinite(x) || (is_weight && x < 0);
+    return (lowkey_f32_is_finite(x) == 0) | ((uint32_t)is_weight & (x < 0));
 }
 
 /* Refuse what is not finite, and negative weights: where the first is, and how many there are in these rows. */
@@ -171,7 +171,7 @@ static lowkey_status check_rows(const lowkey_activations *a, int i, enum lowkey_
     const size_t head_dim = (size_t)lowkey_stream_head_dim(&a->layers[i], stream);
     const size_t row = (size_t)n_heads * head_dim, n = (size_t)n_tokens * row;
     size_t n_bad = 0, at = 0;
-    for (size_t k = 0; k < n; k++) n_bad += (size_t)is_bad(rows[k], is_weight);
+    for (size_t k = 0; k < n; k++) n_bad += is_bad(rows[k], is_weight);
     if (n_bad == 0) return LOWKEY_OK;
     while (!is_bad(rows[at], is_weight)) at++;
     return lowkey_h5_fail(a->file, err, "%s of layer %d, head %d, channel %d, token %" PRId64 ": expected a finite number%s, found %g "

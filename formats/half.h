@@ -32,6 +32,12 @@ LOWKEY_INLINE float lowkey_f32_from_bits(uint32_t bits)
     return x;
 }
 
+/* By its bits, 1 or 0: unlike isfinite, compilers make vectors of loops over it. */
+LOWKEY_INLINE uint32_t lowkey_f32_is_finite(float x)
+{
+    return (lowkey_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
 /* The code of the largest finite value, sign left out. */
 LOWKEY_INLINE uint32_t lowkey_largest_code(int exponent_bits, int mantissa_bits, int top)
 {

@@ -125,9 +125,13 @@ lowkey_status lowkey_h5_floats_read(lowkey_h5_floats *data, const int64_t *start
         LOWKEY_TRY(read_raw(data, start, count, (char *)out + 2 * n, err));
         widen(data->number.kind, out, n);
     }
-    for (size_t i = 0; i < n && !(data->flags & LOWKEY_H5_ANY); i++)
-        if (!isfinite(out[i])) return refuse_element(data, start, count, i, (double)out[i], "a finite number", err);
-    return LOWKEY_OK;
+    if (data->flags & LOWKEY_H5_ANY) return LOWKEY_OK;
+    size_t n_finite = 0;
+    for (size_t i = 0; i < n; i++) n_finite += lowkey_f32_is_finite(out[i]);
+    if (n_finite == n) return LOWKEY_OK;
+    size_t at = 0;
+    while (lowkey_f32_is_finite(out[at])) at++;
+    return refuse_element(data, start, count, at, (double)out[at], "a finite number", err);
 }
 
 static const int64_t origin[LOWKEY_H5_MAX_RANK];
