@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "experiments/bench.h"
+#include "experiments/files.h"
 #include "runtime/lowkey.h"
 
 static const struct subcommand {
@@ -11,6 +12,7 @@ static const struct subcommand {
     const char *summary;
 } subcommands[] = {
     { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
+    { "check", lowkey_check_cmd, "validate any of our files" },
     { 0 },
 };
 

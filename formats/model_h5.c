@@ -135,47 +135,110 @@ static lowkey_status read_tensor(void *file, const char *path, int rank, const i
     return lowkey_h5_read_new_f32(file, path, rank, dims, 0, values, err);
 }
 
-static lowkey_status hash_tensor(void *sha256, const char *path, int rank, const int64_t *dims, float **values,
-                                 lowkey_error *err)
+static lowkey_status check_tensor(void *file, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err)
+{
+    int64_t found[2] = { dims[0], dims[rank - 1] };
+    (void)values;
+    return lowkey_h5_get_shape(file, path, 0, rank, found, err);
+}
+
+static void add_to_hash(lowkey_sha256 *sha256, const char *path, int rank, const int64_t *dims, const float *values)
 {
     char head[LOWKEY_H5_MAX_PATH + 64];
     const int n = rank == 1 ? snprintf(head, sizeof head, "%s\n%" PRId64 "\n", path, dims[0])
                             : snprintf(head, sizeof head, "%s\n%" PRId64 ",%" PRId64 "\n", path, dims[0], dims[1]);
-    (void)err;
     lowkey_sha256_add(sha256, head, (size_t)n);
-    lowkey_sha256_add(sha256, *values, (size_t)dims[0] * (size_t)(rank == 1 ? 1 : dims[1]) * sizeof **values);
+    lowkey_sha256_add(sha256, values, (size_t)dims[0] * (size_t)(rank == 1 ? 1 : dims[1]) * sizeof *values);
+}
+
+static lowkey_status hash_tensor(void *sha256, const char *path, int rank, const int64_t *dims, float **values,
+                                 lowkey_error *err)
+{
+    (void)err;
+    add_to_hash(sha256, path, rank, dims, *values);
     return LOWKEY_OK;
 }
 
-static lowkey_status verify_sha256(const char *path, lowkey_model *model, lowkey_error *err)
+struct hashing {
+    lowkey_h5 *file;
+    lowkey_sha256 *sha256;
+};
+
+static lowkey_status read_and_hash_tensor(void *arg, const char *path, int rank, const int64_t *dims, float **values,
+                                          lowkey_error *err)
+{
+    const struct hashing *hashing = arg;
+    float *tensor;
+    (void)values;
+    LOWKEY_TRY(lowkey_h5_read_new_f32(hashing->file, path, rank, dims, 0, &tensor, err));
+    add_to_hash(hashing->sha256, path, rank, dims, tensor);
+    free(tensor);
+    return LOWKEY_OK;
+}
+
+/* Ends the hash and compares. */
+static lowkey_status compare_hash(const char *path, const lowkey_model *model, lowkey_sha256 *sha256, lowkey_error *err)
 {
     unsigned char digest[32];
     char expected[65], found[65];
-    lowkey_sha256 *sha256 = lowkey_sha256_begin();
-    if (sha256) for_each_tensor(model, hash_tensor, sha256, err);
     LOWKEY_TRY(lowkey_sha256_end(sha256, digest, err));
     if (memcmp(digest, model->sha256, sizeof digest) == 0) return LOWKEY_OK;
     lowkey_sha256_print(model->sha256, expected);
     lowkey_sha256_print(digest, found);
-    return lowkey_fail(err, LOWKEY_EFORMAT, "%s: /: attribute model_sha256: its tensors have another hash: attribute %s, found %s",
-                       path, expected, found);
+    return lowkey_fail(err, LOWKEY_EFORMAT, "%s: /: attribute model_sha256: expected %s, which is the hash of its tensors, found %s",
+                       path, found, expected);
+}
+
+/* Opens a file and reads all but the weights. */
+static lowkey_status begin(const char *path, lowkey_h5 **file, lowkey_model **model, lowkey_error *err)
+{
+    *model = NULL;
+    LOWKEY_TRY(lowkey_h5_open(path, "model", file, err));
+    *model = calloc(1, sizeof **model);
+    lowkey_status status = *model ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
+    if (!status) status = read_attributes(*file, *model, err);
+    if (!status) status = read_geometries(*file, *model, err);
+    if (!status) return LOWKEY_OK;
+    lowkey_h5_close(*file);
+    lowkey_model_free(*model);
+    *model = NULL;
+    return status;
 }
 
 lowkey_status lowkey_model_open(const char *path, int verify, lowkey_model **out, lowkey_error *err)
 {
     lowkey_h5 *file;
-    *out = NULL;
-    LOWKEY_TRY(lowkey_h5_open(path, "model", &file, err));
-    lowkey_model *model = calloc(1, sizeof *model);
-    lowkey_status status = model ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
-    if (!status) status = read_attributes(file, model, err);
-    if (!status) status = read_geometries(file, model, err);
-    if (!status) status = for_each_tensor(model, read_tensor, file, err);
+    LOWKEY_TRY(begin(path, &file, out, err));
+    lowkey_model *model = *out;
+    lowkey_status status = for_each_tensor(model, read_tensor, file, err);
     lowkey_h5_close(file);
     if (!status && model->tied_output) model->output = model->token_embedding;
-    if (!status && verify) status = verify_sha256(path, model, err);
-    if (status) lowkey_model_free(model);
-    else *out = model;
+    if (!status && verify) {
+        lowkey_sha256 *sha256 = lowkey_sha256_begin();
+        if (sha256) for_each_tensor(model, hash_tensor, sha256, err);
+        status = compare_hash(path, model, sha256, err);
+    }
+    if (!status) return LOWKEY_OK;
+    lowkey_model_free(model);
+    *out = NULL;
+    return status;
+}
+
+lowkey_status lowkey_model_describe(const char *path, int verify, lowkey_model **out, lowkey_error *err)
+{
+    lowkey_h5 *file;
+    LOWKEY_TRY(begin(path, &file, out, err));
+    lowkey_status status = for_each_tensor(*out, check_tensor, file, err);
+    if (!status && verify) {
+        struct hashing hashing = { file, lowkey_sha256_begin() };
+        if (hashing.sha256) status = for_each_tensor(*out, read_and_hash_tensor, &hashing, err);
+        if (!status) status = compare_hash(path, *out, hashing.sha256, err);
+        else lowkey_sha256_end(hashing.sha256, NULL, NULL);
+    }
+    lowkey_h5_close(file);
+    if (!status) return LOWKEY_OK;
+    lowkey_model_free(*out);
+    *out = NULL;
     return status;
 }
 
