@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "calib/fit.h"
 #include "experiments/bench.h"
 #include "experiments/files.h"
 #include "runtime/lowkey.h"
@@ -11,6 +12,7 @@ static const struct subcommand {
     int (*run)(int argc, char **argv); /* argv[0] is the subcommand's name; returns the exit status */
     const char *summary;
 } subcommands[] = {
+    { "fit", lowkey_fit_cmd, "fit a quantizer to captured activations" },
     { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
     { "check", lowkey_check_cmd, "validate any of our files" },
     { 0 },

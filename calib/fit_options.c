@@ -1,0 +1,109 @@
+/* fit_options.c - the defaults of lowkey fit, KVQuant's own recipe, and which options go together. */
+#include "calib/fit_options.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "formats/codes.h"
+#include "runtime/error.h"
+
+struct lowkey_fit_options lowkey_fit_defaults(void)
+{
+    const struct lowkey_side_options side = { .n_widths = 1, .widths = { 4 }, .rule_8 = LOWKEY_RULE_E4M3,
+                                              .rule_16 = LOWKEY_RULE_F16 };
+    return (struct lowkey_fit_options){
+        .side = { side, side }, .sink_rule = LOWKEY_RULE_F16, .n_queries = 128, .weight_clip = 50, .weight_floor = 1e-3,
+        .damp = 0.05, .n_threads = 1,
+    };
+}
+
+/* Keys: one codebook a layer, each channel's range. Values: a scale a token, one codebook a layer. The first token is a
+ * sink. Weights as they are, on normalised values. */
+int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options)
+{
+    static const char stem[] = "kvquant-nuq";
+    if (strncmp(name, stem, sizeof stem - 1) != 0) return 0;
+    const char *rest = name + sizeof stem - 1;
+    if (rest[0] < '2' || rest[0] > '4' || (rest[1] && strcmp(rest + 1, "-1%") != 0)) return 0;
+    for (int which = 0; which < 2; which++) {
+        struct lowkey_side_options *side = &options->side[which];
+        side->n_widths = 1;
+        side->widths[0] = (uint8_t)(rest[0] - '0');
+        side->codebook = LOWKEY_CODEBOOK_FITTED;
+        side->scope = LOWKEY_SCOPE_LAYER;
+        side->outlier_fraction = rest[1] ? 0.01 : 0;
+    }
+    options->side[1].token_scale = LOWKEY_SCALE_F16;
+    options->n_sinks = 1;
+    options->weight_clip = options->weight_floor = 0;
+    options->normalised_units = 1;
+    return 1;
+}
+
+static lowkey_status check_side(const struct lowkey_side_options *side, const char *name, lowkey_error *err)
+{
+    int any_table = 0, any_one = 0;
+    for (int i = 0; i < side->n_widths; i++) {
+        if (!lowkey_wide_bits(side->widths[i]))
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: a width is 1 to 5, 8 or 16 bits, not %d", name, side->widths[i]);
+        any_table |= side->widths[i] <= 5;
+        any_one |= side->widths[i] == 1;
+    }
+    if (side->n_widths < 1) return lowkey_fail(err, LOWKEY_EINVAL, "%s: no width is given", name);
+    if (side->codebook == LOWKEY_CODEBOOK_NORMAL_FLOAT && any_one)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a NormalFloat codebook has 2 to 5 bits, not 1", name);
+    if (!(side->outlier_fraction >= 0 && side->outlier_fraction <= 1))
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a fraction of outliers is 0 to 1, not %g", name, side->outlier_fraction);
+    if (!any_table && side->token_scale != LOWKEY_SCALE_NONE)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a token scale belongs to widths of 1 to 5 bits", name);
+    if (!any_table && (side->gain || side->qnorm))
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a correction belongs to widths of 1 to 5 bits", name);
+    if (side->gain && side->qnorm)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: gain and Q-Norm correct the same spread: choose one", name);
+    return LOWKEY_OK;
+}
+
+lowkey_status lowkey_fit_options_check(const struct lowkey_fit_options *options, lowkey_error *err)
+{
+    LOWKEY_TRY(check_side(&options->side[0], "keys", err));
+    LOWKEY_TRY(check_side(&options->side[1], "values", err));
+    if (options->n_sinks < 0 || options->n_sinks > 64)
+        return lowkey_fail(err, LOWKEY_EINVAL, "0 to 64 sinks, not %d", options->n_sinks);
+    if (options->n_queries < 1) return lowkey_fail(err, LOWKEY_EINVAL, "at least one query a sample, not %d", options->n_queries);
+    if (!(options->damp > 0) || !(options->weight_clip >= 0) || !(options->weight_floor >= 0))
+        return lowkey_fail(err, LOWKEY_EINVAL, "damp is above 0, clip and floor of weights are not below it");
+    return LOWKEY_OK;
+}
+
+#define HAS(streams, s) ((streams) >> (s) & 1)
+
+static int has_both(unsigned contents, enum lowkey_stream key, enum lowkey_stream value)
+{
+    return HAS(contents, key) && HAS(contents, value);
+}
+
+lowkey_status lowkey_choose_sensitivity(enum lowkey_sensitivity asked, unsigned contents, unsigned some_contents,
+                                        enum lowkey_sensitivity *out, lowkey_error *err)
+{
+    const int any[] = {
+        [LOWKEY_SENSITIVITY_FISHER] = has_both(contents, LOWKEY_KEY_GRAD, LOWKEY_VALUE_GRAD),
+        [LOWKEY_SENSITIVITY_WEIGHT] = has_both(contents, LOWKEY_KEY_WEIGHT, LOWKEY_VALUE_WEIGHT),
+        [LOWKEY_SENSITIVITY_ATTENTION] = HAS(contents, LOWKEY_QUERY),
+        [LOWKEY_SENSITIVITY_NONE] = 1,
+    };
+    static const char *const needs[] = {
+        [LOWKEY_SENSITIVITY_FISHER] = "fisher needs key_grad and value_grad",
+        [LOWKEY_SENSITIVITY_WEIGHT] = "weight needs key_weight and value_weight",
+        [LOWKEY_SENSITIVITY_ATTENTION] = "attention needs query",
+    };
+    *out = asked;
+    if (asked == LOWKEY_SENSITIVITY_AUTO)
+        *out = any[LOWKEY_SENSITIVITY_FISHER]      ? LOWKEY_SENSITIVITY_FISHER
+               : any[LOWKEY_SENSITIVITY_WEIGHT]    ? LOWKEY_SENSITIVITY_WEIGHT
+               : any[LOWKEY_SENSITIVITY_ATTENTION] ? LOWKEY_SENSITIVITY_ATTENTION
+                                                   : LOWKEY_SENSITIVITY_NONE;
+    if (!any[*out]) return lowkey_fail(err, LOWKEY_EINVAL, "sensitivity %s, which the files do not all have", needs[*out]);
+    if (asked == LOWKEY_SENSITIVITY_AUTO && contents != some_contents)
+        return lowkey_fail(err, LOWKEY_EINVAL, "the files do not have the same contents: say which --sensitivity is meant");
+    return LOWKEY_OK;
+}
