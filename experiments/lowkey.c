@@ -4,6 +4,8 @@
 
 #include "calib/fit.h"
 #include "experiments/bench.h"
+#include "experiments/blas_core.h"
+#include "experiments/commands.h"
 #include "experiments/files.h"
 #include "runtime/lowkey.h"
 
@@ -12,7 +14,9 @@ static const struct subcommand {
     int (*run)(int argc, char **argv); /* argv[0] is the subcommand's name; returns the exit status */
     const char *summary;
 } subcommands[] = {
+    { "capture", lowkey_capture_cmd, "run text through a model and write its keys, values and queries" },
     { "fit", lowkey_fit_cmd, "fit a quantizer to captured activations" },
+    { "eval", lowkey_eval_cmd, "perplexity of a model on a text" },
     { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
     { "check", lowkey_check_cmd, "validate any of our files" },
     { 0 },
@@ -34,6 +38,7 @@ static const struct subcommand *find(const char *name)
 
 int main(int argc, char **argv)
 {
+    lowkey_blas_core_choose(argv);
     if (argc < 2) return print_usage(stderr), 2;
     if (strcmp(argv[1], "--version") == 0) return printf("lowkey %s\n", lowkey_version()), 0;
     const int asks_help = strcmp(argv[1], "help") == 0 || strcmp(argv[1], "--help") == 0;

@@ -1,0 +1,8 @@
+/* commands.h - the subcommands that live in experiments: argv[0] is the name, the exit status comes back. */
+#ifndef LOWKEY_COMMANDS_H
+#define LOWKEY_COMMANDS_H
+
+int lowkey_capture_cmd(int argc, char **argv);
+int lowkey_eval_cmd(int argc, char **argv);
+
+#endif

@@ -1,0 +1,26 @@
+/* attention_step.h - the one place where the decoder attends: whoever implements it holds the keys and values.
+ * plain_attention.h keeps them in f32; a packed cache can take its place; capture looks on. */
+#ifndef LOWKEY_ATTENTION_STEP_H
+#define LOWKEY_ATTENTION_STEP_H
+
+#include "runtime/lowkey.h"
+
+/* n_tokens consecutive tokens of the sequence at one layer, all before RoPE, after bias and QK-norm. They follow the
+ * tokens that were given before; the first ever is at position 0. */
+struct lowkey_attention_step {
+    const lowkey_layer_desc *layer; /* layer->index: its number in the model */
+    int n_tokens;
+    const float *query;             /* [n_tokens][n_q_heads][key_head_dim] */
+    const float *key;               /* [n_tokens][n_kv_heads][key_head_dim] */
+    const float *value;             /* [n_tokens][n_kv_heads][value_head_dim] */
+    float *out;                     /* [n_tokens][n_q_heads][value_head_dim] */
+};
+
+struct lowkey_attention {
+    /* Add the tokens, and attend: each query sees all tokens up to its own. */
+    lowkey_status (*step)(void *user, const struct lowkey_attention_step *step, lowkey_error *err);
+    lowkey_status (*reset)(void *user, lowkey_error *err); /* forget all tokens: another sequence begins */
+    void *user;
+};
+
+#endif

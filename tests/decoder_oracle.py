@@ -1,0 +1,79 @@
+"""A Llama-like model's forward pass in f64 with NumPy, straight from model.h5: what the decoder in C is held to."""
+import h5py
+import numpy as np
+
+
+class Model:
+    def __init__(self, path):
+        with h5py.File(path) as file:
+            self.root = dict(file.attrs)
+            self.embedding, self.final_norm = file["token_embedding"][...], file["final_norm"][...]
+            self.output = file["output"][...] if "output" in file else self.embedding
+            self.layers = []
+            for name in sorted(file["layers"]):
+                group = file["layers"][name]
+                self.layers.append(({k: v[...].astype(np.float64) for k, v in group.items()}, dict(group.attrs)))
+
+
+def norm(x, weight, epsilon):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
+
+
+def rotate(x, geometry, weights):
+    """x: [tokens, heads, channels] at positions 0.."""
+    dims = int(geometry["rope_dims"])
+    if dims == 0:
+        return x
+    angles = np.arange(len(x))[:, None] * weights["rope_inv_freq"]
+    turn = np.exp(1j * angles)[:, None, :] * float(geometry["rope_attention_factor"])
+    first, second = (slice(0, dims // 2), slice(dims // 2, dims)) if geometry["rope_pairing"] == "half" else \
+                    (slice(0, dims, 2), slice(1, dims, 2))
+    turned = (x[..., first] + 1j * x[..., second]) * turn
+    out = x.copy()
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+def attend(query, key, value, geometry, weights):
+    per_kv = query.shape[1] // key.shape[1]
+    query, key = rotate(query, geometry, weights), rotate(key, geometry, weights)
+    out = np.empty(query.shape[:2] + value.shape[2:])
+    unseen = np.triu(np.ones((len(query), len(query)), bool), 1)
+    for h in range(query.shape[1]):
+        scores = float(geometry["logit_scale"]) * query[:, h] @ key[:, h // per_kv].T
+        scores[unseen] = -np.inf
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, h] = scores / scores.sum(-1, keepdims=True) @ value[:, h // per_kv]
+    return out
+
+
+def forward(model, tokens, n_layers=None):
+    """(hidden after the final norm, [(query, key, value) before RoPE of each layer that was run])"""
+    x, seen, n = model.embedding[tokens].astype(np.float64), [], len(tokens)
+    epsilon = float(model.root["rms_norm_eps"])
+    for weights, geometry in model.layers[:n_layers]:
+        h = norm(x, weights["attention_norm"], epsilon)
+        made = []
+        for name, heads in (("query", "n_q_heads"), ("key", "n_kv_heads"), ("value", "n_kv_heads")):
+            rows = h @ weights[f"{name}_proj"].T
+            if f"{name}_bias" in weights:
+                rows = rows + weights[f"{name}_bias"]
+            rows = rows.reshape(n, int(geometry[heads]), -1)
+            made.append(norm(rows, weights[f"{name}_norm"], epsilon) if f"{name}_norm" in weights else rows)
+        seen.append(tuple(made))
+        x = x + attend(*made, geometry, weights).reshape(n, -1) @ weights["output_proj"].T
+        h = norm(x, weights["ffn_norm"], epsilon)
+        gate = h @ weights["gate_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ weights["up_proj"].T)) @ weights["down_proj"].T
+    return norm(x, model.final_norm, epsilon), seen
+
+
+def nll(model, hidden, tokens):
+    """Summed negative log-likelihood of tokens[1:], nats."""
+    total = 0.0
+    for first in range(0, len(tokens) - 1, 256):
+        rows = hidden[first:min(first + 256, len(tokens) - 1)] @ model.output.T.astype(np.float64)
+        top = rows.max(-1)
+        total += (np.log(np.exp(rows - top[:, None]).sum(-1)) + top).sum()
+        total -= rows[np.arange(len(rows)), tokens[first + 1:first + 1 + len(rows)]].sum()
+    return total

@@ -1,0 +1,23 @@
+/* tiny_model.h - a small random Llama-like model in memory, and its forward pass in f64, written token by token. */
+#ifndef LOWKEY_TINY_MODEL_H
+#define LOWKEY_TINY_MODEL_H
+
+#include "formats/model.h"
+
+struct tiny_shape {
+    int n_layers, hidden, ffn, vocab, n_q_heads, n_kv_heads, key_dim, value_dim;
+    int rope_dims;
+    lowkey_pairing pairing;
+    double attention_factor, logit_scale; /* 0: the default that lowkey.h names */
+    int untied, bias, qk_norm;
+};
+
+lowkey_model *lowkey_tiny_model(const struct tiny_shape *shape, unsigned seed); /* aborts where there is no memory */
+void lowkey_tiny_model_free(lowkey_model *model);
+
+/* Forward of n tokens at positions 0..n-1. hidden: [n][hidden], after the final norm. If query is not NULL: query, key
+ * and value of layer l before RoPE, [n][heads][dim]. */
+void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l, double *query,
+                        double *key, double *value);
+
+#endif
