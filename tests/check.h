@@ -30,8 +30,8 @@
 #define assert_refused(call, want, err, words)                                                          \
     do {                                                                                                \
         (err).message[0] = 0;                                                                           \
-        const int got_ = (call);                                                                        \
-        if (got_ != (want)) fail_msg("%s: status %d, wanted %d (%s)", #call, got_, want, (err).message); \
+        const int got_ = (int)(call), want_ = (int)(want);                                              \
+        if (got_ != want_) fail_msg("%s: status %d, wanted %d (%s)", #call, got_, want_, (err).message); \
         if (!strstr((err).message, words)) fail_msg("message '%s' lacks '%s'", (err).message, words);   \
     } while (0)
 

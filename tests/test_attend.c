@@ -13,7 +13,7 @@ enum { MAX_ROWS = 24 };
 struct page { /* a page of keys and of values of one head, where it stands, and sinks */
     const struct lowkey_layer *layer;
     int head, n_slots, n_sinks;
-    int64_t position;           /* of slot 0, a multiple of 64 */
+    int64_t position; /* of slot 0, a multiple of 64 */
     lowkey_rule sink_rule;
     struct lowkey_packed key, value;
     uint16_t *key_sinks, *value_sinks; /* [64][n_heads][head_dim] */
@@ -27,20 +27,26 @@ static void fill_angles(struct page *page)
     page->slot_sin = malloc(sizeof(float) * (size_t)(64 * n_pairs) + 1);
     for (int i = 0; i < n_pairs; i++) {
         const double f = page->layer->desc->rope_inv_freq[i];
-        page->base_cos[i] = (float)cos((double)page->position * f), page->base_sin[i] = (float)sin((double)page->position * f);
+        page->base_cos[i] = (float)cos((double)page->position * f),
+        page->base_sin[i] = (float)sin((double)page->position * f);
         for (int t = 0; t < 64; t++)
-            page->slot_cos[t * n_pairs + i] = (float)cos(t * f), page->slot_sin[t * n_pairs + i] = (float)sin(t * f);
+            page->slot_cos[t * n_pairs + i] = (float)cos(t * f),
+                                         page->slot_sin[t * n_pairs + i] = (float)sin(t * f);
     }
 }
 
-static void fill_sinks(struct lowkey_random *random, const struct lowkey_side *side, lowkey_rule rule, uint16_t **sinks)
+static void fill_sinks(struct lowkey_random *random, const struct lowkey_side *side, lowkey_rule rule,
+                       uint16_t **sinks)
 {
     const size_t n = 64 * (size_t)(side->n_heads * side->head_dim);
     *sinks = malloc(sizeof **sinks * n);
     for (size_t i = 0; i < n; i++) { /* normal numbers of about 1/8 to 8 in either format, with a sign */
-        const unsigned mantissa = (unsigned)lowkey_random_below(random, rule == LOWKEY_RULE_BF16 ? 128 : 1024);
-        const unsigned exponent = (unsigned)lowkey_random_below(random, 6) - 3 + (rule == LOWKEY_RULE_BF16 ? 127 : 15);
-        (*sinks)[i] = (uint16_t)((unsigned)lowkey_random_below(random, 2) << 15 | exponent << (rule == LOWKEY_RULE_BF16 ? 7 : 10) | mantissa);
+        const unsigned mantissa = (unsigned)lowkey_random_below(random,
+                                                                rule == LOWKEY_RULE_BF16 ? 128 : 1024);
+        const unsigned exponent = (unsigned)lowkey_random_below(random, 6) - 3 +
+                                  (rule == LOWKEY_RULE_BF16 ? 127 : 15);
+        (*sinks)[i] = (uint16_t)((unsigned)lowkey_random_below(random, 2) << 15 |
+                                 exponent << (rule == LOWKEY_RULE_BF16 ? 7 : 10) | mantissa);
     }
 }
 
@@ -52,11 +58,14 @@ static double sink_value(uint16_t code, lowkey_rule rule)
     return (code >> 15 ? -1 : 1) * ldexp(mantissa, exponent - bias);
 }
 
-static void make_page(struct page *page, const struct lowkey_layer *layer, int n_slots, int n_sinks, int64_t position,
-                      int fill, uint64_t seed)
+static void make_page(struct page *page, const struct lowkey_layer *layer, int n_slots, int n_sinks,
+                      int64_t position, int fill, uint64_t seed)
 {
     struct lowkey_random random = { seed };
-    *page = (struct page) { .layer = layer, .n_slots = n_slots, .n_sinks = n_sinks, .position = position,
+    *page = (struct page) { .layer = layer,
+                            .n_slots = n_slots,
+                            .n_sinks = n_sinks,
+                            .position = position,
                             .sink_rule = seed % 2 ? LOWKEY_RULE_F16 : LOWKEY_RULE_BF16 };
     page->head = layer->desc->n_kv_heads - 1;
     fill_angles(page);
@@ -66,7 +75,8 @@ static void make_page(struct page *page, const struct lowkey_layer *layer, int n
         float *x = malloc(sizeof *x * (size_t)(64 * side->n_heads * side->head_dim));
         lowkey_packed_init(packed, side, n_sinks, fill);
         lowkey_make_rows(&random, layer->desc, which, LOWKEY_NORMAL, 64, x);
-        if (n_slots > n_sinks) lowkey_packed_add(packed, lowkey_kernels_find("scalar"), n_sinks, n_slots - n_sinks, x);
+        if (n_slots > n_sinks)
+            lowkey_packed_add(packed, lowkey_kernels_find("scalar"), n_sinks, n_slots - n_sinks, x);
         fill_sinks(&random, side, page->sink_rule, which ? &page->value_sinks : &page->key_sinks);
         free(x);
     }
@@ -122,14 +132,16 @@ static void read_head(const struct page *page, int which, float *out)
     const int d = side->head_dim, n_sinks = page->n_sinks < page->n_slots ? page->n_sinks : page->n_slots;
     for (int t = 0; t < n_sinks; t++)
         for (int c = 0; c < d; c++)
-            out[t * d + c] = (float)sink_value(sinks[t * side->n_heads * d + page->head * d + c], page->sink_rule);
+            out[t * d + c] = (float)sink_value(sinks[t * side->n_heads * d + page->head * d + c],
+                                               page->sink_rule);
     if (page->n_slots > n_sinks)
-        lowkey_packed_read(which ? &page->value : &page->key, lowkey_kernels_find("scalar"), page->head, n_sinks,
-                           page->n_slots - n_sinks, out + n_sinks * d);
+        lowkey_packed_read(which ? &page->value : &page->key, lowkey_kernels_find("scalar"), page->head,
+                           n_sinks, page->n_slots - n_sinks, out + n_sinks * d);
 }
 
 /* Rows that see 0, 1, n, ... slots; each against the oracle of a query at the last token it sees. Returns the worst. */
-static double check_page(const struct page *page, const struct lowkey_kernels *kernels, int n_rows, uint64_t seed)
+static double check_page(const struct page *page, const struct lowkey_kernels *kernels, int n_rows,
+                         uint64_t seed)
 {
     const lowkey_layer_desc *desc = page->layer->desc;
     const int dk = desc->key_head_dim, dv = desc->value_head_dim;
@@ -142,13 +154,18 @@ static double check_page(const struct page *page, const struct lowkey_kernels *k
     int n_visible[MAX_ROWS];
     for (int j = 0; j < n_rows; j++) {
         double turned[256];
-        n_visible[j] = j == 0 ? 0 : j == 1 ? 1 : j == 2 ? page->n_slots : lowkey_random_below(&random, page->n_slots + 1);
+        n_visible[j] = j == 0   ? 0
+                       : j == 1 ? 1
+                       : j == 2 ? page->n_slots
+                                : lowkey_random_below(&random, page->n_slots + 1);
         for (int c = 0; c < dk; c++) turned[c] = (double)plain_q[j * dk + c];
         lowkey_oracle_rope(desc, (double)page->position + n_visible[j] - 1, turned);
         for (int c = 0; c < dk; c++)
-            q[j * dk + c] = (float)(turned[c] * desc->logit_scale * (c < desc->rope_dims ? desc->rope_attention_factor : 1));
+            q[j * dk + c] = (float)(turned[c] * desc->logit_scale *
+                                    (c < desc->rope_dims ? desc->rope_attention_factor : 1));
     }
-    float *out = lowkey_guarded_new(sizeof *out * (size_t)(n_rows * dv), 0), *max = lowkey_guarded_new(sizeof *max * (size_t)n_rows, 0);
+    float *out = lowkey_guarded_new(sizeof *out * (size_t)(n_rows * dv), 0),
+          *max = lowkey_guarded_new(sizeof *max * (size_t)n_rows, 0);
     float *sum = lowkey_guarded_new(sizeof *sum * (size_t)n_rows, 0);
     for (int j = 0; j < n_rows; j++) max[j] = -INFINITY;
     attend(page, kernels, n_rows, q, n_visible, (struct lowkey_state) { out, max, sum });
@@ -160,7 +177,8 @@ static double check_page(const struct page *page, const struct lowkey_kernels *k
             for (int c = 0; c < dv; c++) assert_true(out[j * dv + c] == 0);
             continue;
         }
-        lowkey_oracle_attend(&one_head, n_visible[j], page->position, keys, values, 1, plain_q + j * dk, want, &lse, &bound);
+        lowkey_oracle_attend(&one_head, n_visible[j], page->position, keys, values, 1, plain_q + j * dk, want,
+                             &lse, &bound);
         const double share = lowkey_oracle_worst(1, dv, out + j * dv, want, &bound);
         if (!(share <= 1)) fail_msg("row %d of %d slots: %g times the bound", j, n_visible[j], share);
         assert_true(fabs((double)max[j] + log((double)sum[j]) - lse) < 1e-4 * (1 + fabs(lse)));
@@ -179,7 +197,8 @@ static void test_every_format_and_shape(void **state)
     for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++)
         for (int shape = 0; kernels->supported() && shape < LOWKEY_N_SHAPES; shape++)
             for (int format = 0; format < LOWKEY_N_FORMATS; format++) {
-                struct lowkey_quantizer_choice choice = lowkey_case(shape, format, (format + 5) % LOWKEY_N_FORMATS);
+                struct lowkey_quantizer_choice choice = lowkey_case(shape, format,
+                                                                    (format + 5) % LOWKEY_N_FORMATS);
                 if (format % 2) choice.rope_pairing = 1 - choice.rope_pairing;
                 choice.rope_attention_factor = format % 4 ? 0 : 1.3;
                 lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
@@ -212,7 +231,8 @@ static void test_noise_in_unused_slots(void **state)
             struct page page;
             make_page(&page, lowkey_quantizer_layer_at(quantizer, 0), 20, 3, 128, fills[i], 4);
             max[i][0] = max[i][1] = -INFINITY;
-            attend(&page, lowkey_kernels_find(NULL), 2, q, n_visible, (struct lowkey_state) { out[i], max[i], sum[i] });
+            attend(&page, lowkey_kernels_find(NULL), 2, q, n_visible,
+                   (struct lowkey_state) { out[i], max[i], sum[i] });
             free_page(&page);
             assert_memory_equal(out[0], out[i], sizeof out[0]);
             assert_memory_equal(max[0], max[i], sizeof max[0]);
@@ -243,8 +263,8 @@ static void test_huge_scores(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        { "attend: every level, format and shape within the stated bound, positions to 2^17", test_every_format_and_shape,
-          NULL, NULL, NULL },
+        { "attend: every level, format and shape within the stated bound, positions to 2^17",
+          test_every_format_and_shape, NULL, NULL, NULL },
         { "attend: noise in unused slots changes no bit", test_noise_in_unused_slots, NULL, NULL, NULL },
         { "attend: scores beyond f32's range give finite numbers", test_huge_scores, NULL, NULL, NULL },
     };

@@ -79,11 +79,292 @@ static void test_every_format_and_shape(void **state)
     print_message("# at most %.3f of the bound\n", worst);
 }
 
+/* ---- a batch of sequences of very different lengths ---- */
+
+enum { N_SEQUENCES = 7 };
+static const int batch_lengths[N_SEQUENCES] = { 0, 5, 1, 65, 1500, 64, 63 };
+static const int batch_queries[N_SEQUENCES] = { 0, 5, 1, 40, 1, 33, 0 };
+
+struct batch {
+    lowkey_quantizer *quantizer;
+    const lowkey_layer_desc *layer;
+    struct lowkey_tokens_made tokens[N_SEQUENCES];
+};
+
+static struct batch make_batch(int format)
+{
+    struct batch batch;
+    struct lowkey_quantizer_choice choice = lowkey_case(1, format, (format + 5) % LOWKEY_N_FORMATS);
+    choice.n_sink_tokens = 3;
+    batch.quantizer = lowkey_make_quantizer(&choice, NULL);
+    batch.layer = &lowkey_quantizer_describe(batch.quantizer)->layers[0];
+    struct lowkey_random random = { 17 };
+    for (int i = 0; i < N_SEQUENCES; i++)
+        batch.tokens[i] = lowkey_make_tokens(&random, batch.layer, batch_lengths[i]);
+    return batch;
+}
+
+static void free_batch(struct batch *batch)
+{
+    for (int i = 0; i < N_SEQUENCES; i++) lowkey_tokens_made_free(&batch->tokens[i]);
+    lowkey_quantizer_free(batch->quantizer);
+}
+
+static int total_queries(void)
+{
+    int n = 0;
+    for (int i = 0; i < N_SEQUENCES; i++) n += batch_queries[i];
+    return n;
+}
+
+/* Fill a cache whose sequences take turns for pages, and attend all at once. lse: [total][n_q_heads] */
+static float *attend_batch(const struct batch *batch, int n_threads, int fill, float *lse)
+{
+    struct lowkey_counter memory = { .fail_at = -1, .fill = (unsigned char)fill };
+    const lowkey_allocator allocator = lowkey_counting_allocator(&memory);
+    lowkey_context *context = lowkey_test_context(&allocator, n_threads ? &n_threads : NULL);
+    lowkey_cache *cache = lowkey_test_cache(context, batch->quantizer, 40, N_SEQUENCES, 0);
+    for (int first = 0; first < 1500; first += 50)
+        for (int i = 0; i < N_SEQUENCES; i++) {
+            const int left = batch_lengths[i] - first, n = left < 0 ? 0 : left < 50 ? left : 50;
+            lowkey_test_append(cache, i, batch->layer, &batch->tokens[i], left < 0 ? 0 : first, n);
+        }
+    int sequences[N_SEQUENCES];
+    for (int i = 0; i < N_SEQUENCES; i++) sequences[i] = i;
+    float *out = new_out(batch->layer, total_queries());
+    const long n_calls = memory.n_calls;
+    lowkey_test_attend(cache, batch->layer, N_SEQUENCES, sequences, batch_queries, batch->tokens, out, lse);
+    assert_int_equal(memory.n_calls, n_calls);
+    const size_t row = (size_t)(batch->layer->n_q_heads * batch->layer->value_head_dim);
+    for (int i = 0, query = 0; i < N_SEQUENCES; query += batch_queries[i++])
+        check_sequence(cache, batch->layer, i, batch_queries[i], &batch->tokens[i], out + (size_t)query * row,
+                       NULL);
+    lowkey_cache_free(cache);
+    lowkey_context_free(context);
+    assert_int_equal(memory.n_live, 0);
+    return out;
+}
+
+static void test_threads_and_noise(void **state)
+{
+    (void)state;
+    for (int format = 1; format < LOWKEY_N_FORMATS; format += 5) {
+        struct batch batch = make_batch(format);
+        const size_t n_lse = (size_t)(total_queries() * batch.layer->n_q_heads);
+        const size_t n_out = n_lse * (size_t)batch.layer->value_head_dim;
+        float *lse = malloc(2 * n_lse * sizeof *lse), *want = attend_batch(&batch, 0, 0x00, lse);
+        for (int i = 0; i < 3; i++) {
+            float *out = attend_batch(&batch, (int[]) { 1, 2, 7 }[i], 0xff, lse + n_lse);
+            assert_memory_equal(out, want, n_out * sizeof *out);
+            assert_memory_equal(lse, lse + n_lse, n_lse * sizeof *lse);
+            free(out);
+        }
+        free(want), free(lse);
+        free_batch(&batch);
+    }
+}
+
+static void test_batch_is_single_runs(void **state)
+{
+    (void)state;
+    struct batch batch = make_batch(10);
+    const size_t row = (size_t)(batch.layer->n_q_heads * batch.layer->value_head_dim);
+    float *want = attend_batch(&batch, 3, 0x33, NULL);
+    lowkey_context *context = lowkey_test_context(NULL, NULL);
+    for (int i = 0, query = 0; i < N_SEQUENCES; query += batch_queries[i++]) {
+        lowkey_cache *cache = lowkey_test_cache(context, batch.quantizer, 24, 3, 0);
+        const int sequence = 2;
+        lowkey_test_append(cache, sequence, batch.layer, &batch.tokens[i], 0, batch_lengths[i]);
+        float *out = new_out(batch.layer, batch_queries[i]);
+        lowkey_test_attend(cache, batch.layer, 1, &sequence, &batch_queries[i], &batch.tokens[i], out, NULL);
+        assert_memory_equal(out, want + (size_t)query * row, (size_t)batch_queries[i] * row * sizeof *out);
+        free(out);
+        lowkey_cache_free(cache);
+    }
+    lowkey_context_free(context);
+    free(want);
+    free_batch(&batch);
+}
+
+/* Each KV head's values are its index and all keys equal: output head h is h / (n_q_heads / n_kv_heads). */
+static void test_which_head_attends_which(void **state)
+{
+    (void)state;
+    static const int heads[][2] = {
+        { 1, 1 }, { 5, 5 }, { 9, 3 }, { 32, 8 }, { 28, 4 }, { 8, 1 }, { 32, 32 }
+    };
+    for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
+        const struct lowkey_quantizer_choice choice = { .n_q_heads = heads[i][0],
+                                                        .n_kv_heads = heads[i][1],
+                                                        .key_head_dim = 16,
+                                                        .value_head_dim = 8,
+                                                        .rope_dims = 16,
+                                                        .key = { .bits = 16 },
+                                                        .value = { .bits = 16 } };
+        lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+        lowkey_context *context = lowkey_test_context(NULL, NULL);
+        lowkey_cache *cache = lowkey_test_cache(context, quantizer, 3, 1, 0);
+        const lowkey_layer_desc *layer = &lowkey_quantizer_describe(quantizer)->layers[0];
+        struct lowkey_random random = { 3 };
+        struct lowkey_tokens_made tokens = lowkey_make_tokens(&random, layer, 70);
+        for (int k = 0; k < 70 * heads[i][1] * 16; k++) tokens.keys[k] = 1;
+        for (int k = 0; k < 70 * heads[i][1] * 8; k++) tokens.values[k] = (float)(k / 8 % heads[i][1]);
+        lowkey_test_append(cache, 0, layer, &tokens, 0, 70);
+        const int sequence = 0, n_queries = 3;
+        float *out = new_out(layer, n_queries);
+        lowkey_test_attend(cache, layer, 1, &sequence, &n_queries, &tokens, out, NULL);
+        for (int k = 0; k < n_queries * heads[i][0] * 8; k++) {
+            const int h = k / 8 % heads[i][0];
+            assert_true(fabsf(out[k] - (float)(h / (heads[i][0] / heads[i][1]))) < 1e-4f);
+        }
+        free(out);
+        lowkey_tokens_made_free(&tokens);
+        lowkey_cache_free(cache);
+        lowkey_context_free(context);
+        lowkey_quantizer_free(quantizer);
+    }
+}
+
+static void test_position_131072(void **state)
+{
+    (void)state;
+    enum { N = (1 << 17) + 1 };
+    struct lowkey_quantizer_choice choice = lowkey_case(0, 4, 8);
+    choice.n_sink_tokens = 1;
+    lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+    lowkey_context *context = lowkey_test_context(NULL, NULL);
+    lowkey_cache *cache = lowkey_test_cache(context, quantizer, N / 64 + 1, 1, 0);
+    const lowkey_layer_desc *layer = &lowkey_quantizer_describe(quantizer)->layers[0];
+    struct lowkey_random random = { 3 };
+    struct lowkey_tokens_made tokens = lowkey_make_tokens(&random, layer, N);
+    lowkey_test_append(cache, 0, layer, &tokens, 0, N);
+    const int sequence = 0, n_queries = 2;
+    float *out = new_out(layer, n_queries), lse[2];
+    lowkey_test_attend(cache, layer, 1, &sequence, &n_queries, &tokens, out, lse);
+    check_sequence(cache, layer, 0, n_queries, &tokens, out, lse);
+    free(out);
+    lowkey_tokens_made_free(&tokens);
+    lowkey_cache_free(cache);
+    lowkey_context_free(context);
+    lowkey_quantizer_free(quantizer);
+}
+
+/* ---- arguments ---- */
+
+static void test_queries_of_any_type_and_stride(void **state)
+{
+    (void)state;
+    struct batch batch = make_batch(3);
+    const lowkey_layer_desc *layer = batch.layer;
+    lowkey_context *context = lowkey_test_context(NULL, NULL);
+    lowkey_cache *cache = lowkey_test_cache(context, batch.quantizer, 4, 1, 0);
+    lowkey_test_append(cache, 0, layer, &batch.tokens[3], 0, 65);
+    enum { N = 3, HEADS = 9, DIM = 64, HEAD_STRIDE = 70, TOKEN_STRIDE = HEADS * HEAD_STRIDE + 5 };
+    float dense[N * HEADS * DIM], *want = new_out(layer, N), *out = new_out(layer, N);
+    uint16_t strided[N * TOKEN_STRIDE];
+    memset(strided, 0xff, sizeof strided);
+    for (int i = 0; i < N * HEADS * DIM; i++) { /* bf16 numbers: the upper half of an f32 */
+        uint32_t bits;
+        memcpy(&bits, &batch.tokens[3].queries[i], sizeof bits);
+        bits &= 0xffff0000u;
+        memcpy(&dense[i], &bits, sizeof bits);
+        strided[i / (HEADS * DIM) * TOKEN_STRIDE + i / DIM % HEADS * HEAD_STRIDE + i % DIM] =
+            (uint16_t)(bits >> 16);
+    }
+    const int sequence = 0, n_queries = N;
+    lowkey_attend_args args = { .struct_size = sizeof args,
+                                .layer = layer->index,
+                                .n = 1,
+                                .sequences = &sequence,
+                                .n_queries = &n_queries,
+                                .q = { .data = dense },
+                                .out = want };
+    args.workspace_bytes = lowkey_attend_workspace_bytes(cache, &args);
+    args.workspace = aligned_alloc(64, args.workspace_bytes);
+    lowkey_error err;
+    assert_ok(lowkey_attend(cache, &args, &err), err);
+    args.q = (lowkey_rows) { strided, LOWKEY_BF16, TOKEN_STRIDE, HEAD_STRIDE };
+    args.out = out;
+    assert_ok(lowkey_attend(cache, &args, &err), err);
+    assert_memory_equal(out, want, N * HEADS * DIM * sizeof *out);
+    free(args.workspace), free(want), free(out);
+    lowkey_cache_free(cache);
+    lowkey_context_free(context);
+    free_batch(&batch);
+}
+
+static void refuse(const lowkey_cache *cache, lowkey_attend_args args, const char *words)
+{
+    lowkey_error err;
+    assert_refused(lowkey_attend(cache, &args, &err), LOWKEY_EINVAL, err, words);
+    for (int i = 0; i < 9 * 64 && args.out; i++) assert_true(args.out[i] == 0.5f);
+}
+
+static void test_refusals(void **state)
+{
+    (void)state;
+    struct batch batch = make_batch(3);
+    lowkey_context *context = lowkey_test_context(NULL, NULL);
+    lowkey_cache *cache = lowkey_test_cache(context, batch.quantizer, 4, 2, 0);
+    lowkey_error err;
+    lowkey_test_append(cache, 0, batch.layer, &batch.tokens[3], 0, 65);
+    float q[9 * 64], out[9 * 64];
+    for (int i = 0; i < 9 * 64; i++) q[i] = 1, out[i] = 0.5f;
+    const int sequence = 0, empty = 1, outside = 2, one = 1, many = 66, negative = -1, none = 0;
+    lowkey_attend_args good = {
+        .struct_size = sizeof good, .layer = 1, .n = 1, .sequences = &sequence, .q = { .data = q }, .out = out
+    };
+    good.workspace_bytes = lowkey_attend_workspace_bytes(cache, &good);
+    good.workspace = aligned_alloc(64, good.workspace_bytes);
+    assert_true(good.workspace_bytes > 0 && good.workspace_bytes % 64 == 0);
+    lowkey_attend_args args = good;
+#define REFUSED(change, words) (args = good, change, refuse(cache, args, words))
+    REFUSED(args.struct_size = 0, "struct_size");
+    REFUSED(args.layer = 2, "layer 2");
+    REFUSED(args.n = -1, "n >= 0");
+    REFUSED(args.sequences = NULL, "n >= 0");
+    REFUSED(args.sequences = &outside, "sequence 2");
+    REFUSED(args.sequences = &empty, "sequence 1: expected 0 to 0 queries");
+    REFUSED(args.n_queries = &many, "sequence 0: expected 0 to 65 queries, one a token, found 66");
+    REFUSED(args.n_queries = &negative, "found -1");
+    REFUSED(args.q.data = NULL, "queries: data");
+    REFUSED(args.q.dtype = (lowkey_dtype)7, "queries: dtype");
+    REFUSED(args.out = NULL, "out is NULL");
+    REFUSED(args.workspace = NULL, "workspace");
+    REFUSED(args.workspace_bytes--, "workspace: expected");
+    REFUSED(args.workspace = (char *)args.workspace + 4, "multiple of 64");
+    q[3 * 64 + 5] = NAN;
+    REFUSED(args.n_queries = &one,
+            "queries of layer 1: row 0 head 3 channel 5: expected a finite number, found nan");
+#undef REFUSED
+    q[3 * 64 + 5] = 1;
+    assert_refused(lowkey_attend(cache, NULL, &err), LOWKEY_EINVAL, err, "args is NULL");
+    args = good, args.layer = 2;
+    assert_int_equal(lowkey_attend_workspace_bytes(cache, &args), 0);
+    args = good, args.sequences = &empty, args.n_queries = &none, args.workspace = NULL, args.q.data = NULL,
+    args.out = NULL;
+    assert_ok(lowkey_attend(cache, &args, &err), err); /* no query: nothing to do */
+    assert_ok(lowkey_attend(cache, &good, &err), err);
+    assert_true(out[0] != 0.5f);
+    free(good.workspace);
+    lowkey_cache_free(cache);
+    lowkey_context_free(context);
+    free_batch(&batch);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         { "attend: every format and shape within the stated bound", test_every_format_and_shape, NULL, NULL,
           NULL },
+        { "attend: threads and noise in fresh memory change no bit, and nothing is allocated",
+          test_threads_and_noise, NULL, NULL, NULL },
+        { "attend: a batch equals single runs, to the bit", test_batch_is_single_runs, NULL, NULL, NULL },
+        { "attend: query head h attends KV head h / ratio", test_which_head_attends_which, NULL, NULL, NULL },
+        { "attend: positions up to 131,072 within the bound", test_position_131072, NULL, NULL, NULL },
+        { "attend: bf16 queries with strides are the same numbers", test_queries_of_any_type_and_stride, NULL,
+          NULL, NULL },
+        { "attend: refusals write nothing", test_refusals, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);
 }

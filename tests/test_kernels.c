@@ -19,7 +19,8 @@ static void test_find(void **state)
         assert_ptr_equal(lowkey_kernels_find(row->isa), row->supported() ? row : NULL);
     const struct lowkey_kernels *best = lowkey_kernels_find(NULL);
     assert_non_null(best);
-    for (const struct lowkey_kernels *row = lowkey_kernels; row != best; row++) assert_false(row->supported());
+    for (const struct lowkey_kernels *row = lowkey_kernels; row != best; row++)
+        assert_false(row->supported());
     assert_null(lowkey_kernels_find("abacus"));
     assert_null(lowkey_kernels_find(""));
 }
@@ -27,7 +28,8 @@ static void test_find(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        { "kernels: every row has every operation, and scalar is the last", test_rows_are_complete, NULL, NULL, NULL },
+        { "kernels: every row has every operation, and scalar is the last", test_rows_are_complete, NULL,
+          NULL, NULL },
         { "kernels: a row is found by name, the best for none", test_find, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);

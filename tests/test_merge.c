@@ -46,13 +46,15 @@ static void test_against_double(void **unused)
             kernels->merge(ROWS, DIM, view(&got), view(&b));
             for (int j = 0; j < ROWS; j++) {
                 const double top = fmax((double)a.max[j], (double)b.max[j]);
-                const double u = (double)a.sum[j] * exp((double)a.max[j] - top), v = (double)b.sum[j] * exp((double)b.max[j] - top);
+                const double u = (double)a.sum[j] * exp((double)a.max[j] - top),
+                             v = (double)b.sum[j] * exp((double)b.max[j] - top);
                 assert_true((double)got.max[j] == top);
                 assert_true(fabs((double)got.sum[j] - (u + v)) <= 1e-6 * (u + v) * (1 + spread));
                 for (int c = 0; c < DIM; c++) {
                     const double x = (double)a.out[j * DIM + c], y = (double)b.out[j * DIM + c];
                     const double want = (u * x + v * y) / (u + v);
-                    assert_true(fabs((double)got.out[j * DIM + c] - want) <= 1e-6 * (1 + spread) * fmax(fabs(x), fabs(y)));
+                    assert_true(fabs((double)got.out[j * DIM + c] - want) <=
+                                1e-6 * (1 + spread) * fmax(fabs(x), fabs(y)));
                 }
             }
         }
@@ -84,7 +86,8 @@ static void test_ends_of_the_range(void **unused)
         for (int j = 0; j < ROWS; j++) {
             a.max[j] = FLT_MAX, b.max[j] = j % 2 ? FLT_MAX : -FLT_MAX;
             a.sum[j] = b.sum[j] = 64;
-            for (int c = 0; c < DIM; c++) a.out[j * DIM + c] = 3e38f, b.out[j * DIM + c] = j % 2 ? 3e38f : -3e38f;
+            for (int c = 0; c < DIM; c++)
+                a.out[j * DIM + c] = 3e38f, b.out[j * DIM + c] = j % 2 ? 3e38f : -3e38f;
         }
         kernels->merge(ROWS, DIM, view(&a), view(&b));
         for (int i = 0; i < ROWS * DIM; i++) assert_true(a.out[i] == 3e38f);

@@ -9,14 +9,16 @@
 enum { N_TOKENS = 64 };
 
 /* values[slot - first_live][channel] by the oracle, of the rows that were packed. */
-static float *want_values(const lowkey_side_desc *desc, const struct lowkey_side *side, int first_live, const float *x)
+static float *want_values(const lowkey_side_desc *desc, const struct lowkey_side *side, int first_live,
+                          const float *x)
 {
     const int n = side->n_heads * side->head_dim;
     float *values = malloc(sizeof *values * (size_t)(N_TOKENS * n));
     struct lowkey_oracle_token *token = lowkey_oracle_token_new(n);
     int stored = 0;
     for (int i = 0; i < N_TOKENS - first_live; i++) {
-        lowkey_oracle_pack(desc, side->n_heads, side->head_dim, x + i * n, desc->outlier_page_capacity - stored, token);
+        lowkey_oracle_pack(desc, side->n_heads, side->head_dim, x + i * n,
+                           desc->outlier_page_capacity - stored, token);
         stored += token->n_outliers;
         memcpy(values + i * n, token->values, sizeof *values * (size_t)n);
     }
@@ -25,15 +27,16 @@ static float *want_values(const lowkey_side_desc *desc, const struct lowkey_side
 }
 
 /* Each head's slots first.. against the oracle's. */
-static void check_range(const struct lowkey_packed *packed, const struct lowkey_kernels *kernels, int first, int n_slots,
-                        const float *want, const char *what)
+static void check_range(const struct lowkey_packed *packed, const struct lowkey_kernels *kernels, int first,
+                        int n_slots, const float *want, const char *what)
 {
     const int d = packed->side->head_dim, n = packed->side->n_heads * d;
     for (int h = 0; h < packed->side->n_heads; h++) {
         float *out = lowkey_guarded_new(sizeof *out * (size_t)(n_slots * d), 0xff);
         lowkey_packed_read(packed, kernels, h, first, n_slots, out);
         for (int s = 0; s < n_slots; s++)
-            if (memcmp(out + s * d, want + (first - packed->first_live_slot + s) * n + h * d, sizeof *out * (size_t)d))
+            if (memcmp(out + s * d, want + (first - packed->first_live_slot + s) * n + h * d,
+                       sizeof *out * (size_t)d))
                 fail_msg("%s: head %d slot %d", what, h, first + s);
         lowkey_guarded_free(out);
     }
@@ -51,7 +54,8 @@ static void test_every_format_and_shape(void **state)
             struct lowkey_random random = { (uint64_t)(shape * 77 + format) };
             const int first_live = shape % 2 ? 5 : 0;
             float *x = malloc(sizeof *x * (size_t)(N_TOKENS * side->n_heads * side->head_dim));
-            lowkey_make_rows(&random, layer->desc, 0, (enum lowkey_distribution)(format % LOWKEY_N_DISTRIBUTIONS),
+            lowkey_make_rows(&random, layer->desc, 0,
+                             (enum lowkey_distribution)(format % LOWKEY_N_DISTRIBUTIONS),
                              N_TOKENS - first_live, x);
             float *want = want_values(&layer->desc->key, side, first_live, x);
             for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++) {
@@ -59,7 +63,8 @@ static void test_every_format_and_shape(void **state)
                 struct lowkey_packed packed;
                 lowkey_packed_init(&packed, side, first_live, 0x5a);
                 lowkey_packed_add(&packed, kernels, first_live, N_TOKENS - first_live, x);
-                check_range(&packed, kernels, first_live, N_TOKENS - first_live, want, lowkey_formats[format].name);
+                check_range(&packed, kernels, first_live, N_TOKENS - first_live, want,
+                            lowkey_formats[format].name);
                 check_range(&packed, kernels, first_live, 1, want, lowkey_formats[format].name);
                 check_range(&packed, kernels, 31, 7, want, lowkey_formats[format].name);
                 check_range(&packed, kernels, 63, 1, want, lowkey_formats[format].name);
@@ -98,8 +103,8 @@ static void test_noise_in_other_slots(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        { "unpack: every level gives the document's values, every format and shape", test_every_format_and_shape, NULL,
-          NULL, NULL },
+        { "unpack: every level gives the document's values, every format and shape",
+          test_every_format_and_shape, NULL, NULL, NULL },
         { "unpack: noise in other slots changes nothing", test_noise_in_other_slots, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);
