@@ -4,5 +4,6 @@
 
 int lowkey_capture_cmd(int argc, char **argv);
 int lowkey_eval_cmd(int argc, char **argv);
+int lowkey_error_cmd(int argc, char **argv);
 
 #endif

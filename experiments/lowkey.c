@@ -16,6 +16,7 @@ static const struct subcommand {
 } subcommands[] = {
     { "capture", lowkey_capture_cmd, "run text through a model and write its keys, values and queries" },
     { "fit", lowkey_fit_cmd, "fit a quantizer to captured activations" },
+    { "error", lowkey_error_cmd, "what formats do to attention, from captured activations" },
     { "eval", lowkey_eval_cmd, "perplexity of a model on a text" },
     { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
     { "check", lowkey_check_cmd, "validate any of our files" },

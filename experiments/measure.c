@@ -22,6 +22,14 @@ static double largest(int n, const double *x)
     return most;
 }
 
+/* From where on a score counts as the largest */
+static double top(int n, const double *x, double most)
+{
+    double size = 0;
+    for (int t = 0; t < n; t++) size = fmax(size, fabs(x[t]));
+    return most - 0x1p-40 * size;
+}
+
 /* KL(softmax(s) || softmax(S)) = sum p (s - S) - log sum exp s + log sum exp S; scores are finite, so it is. With both
  * sums taken from their own largest score the sum over t is of small numbers. */
 static double softmax_kl(int n, const double *s, double s_max, const double *stored, double stored_max)
@@ -48,13 +56,14 @@ void lowkey_damage_add(struct lowkey_damage *damage, int n_tokens, const double 
     s_mean /= n_tokens;
     d_mean /= n_tokens;
     const double s_max = largest(n_tokens, exact_scores), stored_max = largest(n_tokens, stored_scores);
-    int kept = 0; /* does a token with the largest exact score have the largest stored one? */
+    const double s_top = top(n_tokens, exact_scores, s_max), stored_top = top(n_tokens, stored_scores, stored_max);
+    int kept = 0; /* is a token at the top of both? */
     double spread = 0, error = 0;
     for (int t = 0; t < n_tokens; t++) {
         const double s = exact_scores[t] - s_mean, d = stored_scores[t] - exact_scores[t] - d_mean;
         spread += s * s;
         error += d * d;
-        kept |= exact_scores[t] == s_max && stored_scores[t] == stored_max;
+        kept |= exact_scores[t] >= s_top && stored_scores[t] >= stored_top;
     }
     const double kl = softmax_kl(n_tokens, exact_scores, s_max, stored_scores, stored_max);
     damage->n_rows++;

@@ -8,8 +8,9 @@
  *                          softmax does not see a shift of all scores, so neither does this
  *   softmax KL             mean over rows of sum_t p_t (log p_t - log P_t), nats
  *   relative output error  sqrt(sum_rows |O - o|^2 / sum_rows |o|^2)
- *   top-1 flips            share of rows in which no token holds both the largest s and the largest S; so a tie,
- *                          exact or stored, is no flip
+ *   top-1 flips            share of rows in which no token has both the top s and the top S. A score is at the top if it is
+ *                          less than 2^-40 of the row's largest absolute score below the largest: the order of a sum
+ *                          can part equal scores by so much. So a tie, exact or stored, is no flip
  *   relative MSE           sum (X - x)^2 / sum (x - mean)^2 over keys or values, mean over the tokens of a sample, per
  *                          channel: the share of the variance that was lost
  *

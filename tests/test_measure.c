@@ -71,6 +71,10 @@ static void ties_are_no_flips(void **state)
         { { 3, 2, 3 }, { 0, 1, -2 }, 1 }, /* neither does */
         { { 1, 2, 3 }, { 1, 3, 2.5 }, 1 },
         { { 2, 2, 2 }, { 7, 7, 7 }, 0 },
+        { { 1, 2, 3 }, { 1, 3 + 0x1p-45, 3 }, 0 }, /* a rounding apart */
+        { { 1, 2, 3 }, { 1, 3 + 0x1p-30, 3 }, 1 },
+        { { 3, 2, 3 + 0x1p-45 }, { 5, 0, 4 }, 0 },
+        { { -100, 0, 0x1p-39 }, { -100, 1, 0 }, 0 }, /* of the row's size, not of the top's */
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct lowkey_damage damage = { 0 };
