@@ -309,7 +309,7 @@ def quantizer_side(group, H, D, pairs):
                 group.fail("factor", "values exact in f16", "others")
     group.integer("gain", 0, 1)
     group.integer("qnorm", 0, 1)
-    side_report(group.child("report"), H, D, E)
+    s.report = side_report(group.child("report"), H, D, E)
     return s
 
 
@@ -368,11 +368,13 @@ def on_grid(table, center, exponent):
 
 
 def side_report(report, H, D, E):
+    r = SimpleNamespace()
     for name in ("n_tokens", "n_outliers", "n_clamped", "n_saturated"):
-        report.integer(name, 0)
+        setattr(r, name, report.integer(name, 0))
     for name in ("mean", "variance", "mse", "weighted_mse", "gain"):
-        report.floats(name, (H, D), to="f64")
+        setattr(r, name, report.floats(name, (H, D), to="f64"))
     if E:
-        report.ints("histogram", (H, D, E), 0)
-    report.ints("flags", (H, D), 0, 31)
+        r.histogram = report.ints("histogram", (H, D, E), 0)
+    r.flags = report.ints("flags", (H, D), 0, 31)
     report.close()
+    return r
