@@ -3,6 +3,7 @@
 
     cut_activations.py A.h5 OUT.h5 --samples 0:8        samples 0..7
     cut_activations.py A.h5 OUT.h5 --shuffle 7          all samples, shuffled by that seed
+    cut_activations.py A.h5 OUT.h5 --gzip 9             deflated (after a shuffle of bytes), for small files to hand on
 
 What a sample holds is copied bit by bit; a fit over the parts equals the fit over the whole.
 """
@@ -20,7 +21,7 @@ def copy_attributes(source, target):
         target.attrs.create(name, source.attrs[name], dtype=source.attrs.get_id(name).dtype)
 
 
-def write(source, path, order):
+def write(source, path, order, gzip):
     """Write the samples of `source` listed in `order` to `path`, one dataset at a time, sample by sample."""
     offsets = source["sample_offsets"][:]
     lengths = (offsets[1:] - offsets[:-1])[order]
@@ -37,10 +38,13 @@ def write(source, path, order):
                 if stream == "rope_inv_freq":
                     group.create_dataset(stream, data=data[:], dtype=data.dtype, track_times=False)
                     continue
-                rows = group.create_dataset(stream, (int(starts[-1]),) + data.shape[1:], data.dtype,
-                                            chunks=data.chunks, compression=data.compression,
-                                            compression_opts=data.compression_opts, shuffle=data.shuffle,
-                                            track_times=False)
+                settings = dict(compression=data.compression, compression_opts=data.compression_opts, shuffle=data.shuffle)
+                chunks = data.chunks and (min(data.chunks[0], int(starts[-1])),) + data.chunks[1:]
+                if gzip is not None:  # chunks of a sample: each is deflated once
+                    settings = dict(compression="gzip", compression_opts=gzip, shuffle=True)
+                    chunks = (int(lengths.min()), 1, data.shape[2])
+                rows = group.create_dataset(stream, (int(starts[-1]),) + data.shape[1:], data.dtype, chunks=chunks,
+                                            track_times=False, **settings)
                 copy_attributes(data, rows)
                 for i, sample in enumerate(order):
                     rows[starts[i]:starts[i + 1]] = data[offsets[sample]:offsets[sample + 1]]
@@ -52,6 +56,7 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--samples", default=":", metavar="FIRST:END")
     parser.add_argument("--shuffle", type=int, metavar="SEED")
+    parser.add_argument("--gzip", type=int, metavar="LEVEL", choices=range(1, 10))
     options = parser.parse_args()
     try:
         first, end = options.samples.split(":")
@@ -64,7 +69,7 @@ def main():
                 random.Random(options.shuffle).shuffle(order)
             temporary = f"{options.out}.{os.getpid()}.tmp"
             try:
-                write(source, temporary, order)
+                write(source, temporary, order, options.gzip)
                 os.replace(temporary, options.out)
             finally:
                 if os.path.exists(temporary):
