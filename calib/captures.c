@@ -17,14 +17,19 @@ static int compare_samples(const void *a, const void *b)
     return (x->offset > y->offset) - (x->offset < y->offset);
 }
 
-static lowkey_status open_files(lowkey_captures *captures, int n_paths, const char *const *paths, lowkey_error *err)
+static lowkey_status open_files(lowkey_captures *captures, int n_paths, const char *const *paths, int first_sample,
+                                int end_sample, lowkey_error *err)
 {
     for (int f = 0; f < n_paths; f++) {
         LOWKEY_TRY(lowkey_activations_open(paths[f], &captures->files[f], err));
         captures->n_files = f + 1;
         const struct lowkey_activations_info *info = lowkey_activations_describe(captures->files[f]);
         if (f == 0) captures->info = info;
-        captures->n_samples += info->n_samples;
+        const int end = end_sample ? end_sample : info->n_samples;
+        if (first_sample < 0 || first_sample >= end || end > info->n_samples)
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: samples %d:%d, but it holds %d", paths[f], first_sample, end,
+                               info->n_samples);
+        captures->n_samples += end - first_sample;
         captures->contents = f == 0 ? info->contents : captures->contents & info->contents;
         captures->some_contents |= info->contents;
         if (f == 0) continue;
@@ -35,12 +40,13 @@ static lowkey_status open_files(lowkey_captures *captures, int n_paths, const ch
     return LOWKEY_OK;
 }
 
-static lowkey_status sort_samples(lowkey_captures *captures, const char *const *paths, lowkey_error *err)
+static lowkey_status sort_samples(lowkey_captures *captures, const char *const *paths, int first_sample, int end_sample,
+                                  lowkey_error *err)
 {
     int n = 0;
     for (int f = 0; f < captures->n_files; f++) {
         const struct lowkey_activations_info *info = lowkey_activations_describe(captures->files[f]);
-        for (int s = 0; s < info->n_samples; s++) {
+        for (int s = first_sample; s < (end_sample ? end_sample : info->n_samples); s++) {
             const int64_t n_tokens = info->sample_offsets[s + 1] - info->sample_offsets[s];
             captures->samples[n++] = (struct lowkey_sample){
                 .file = f,
@@ -104,8 +110,8 @@ static lowkey_status join_texts(lowkey_captures *captures, lowkey_error *err)
     return good ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "no memory for the names of %zu texts", n);
 }
 
-lowkey_status lowkey_captures_open(int n_paths, const char *const *paths, int n_sinks, lowkey_captures **out,
-                                   lowkey_error *err)
+lowkey_status lowkey_captures_open(int n_paths, const char *const *paths, int first_sample, int end_sample,
+                                   int n_sinks, lowkey_captures **out, lowkey_error *err)
 {
     *out = NULL;
     lowkey_captures *captures = calloc(1, sizeof *captures);
@@ -114,11 +120,11 @@ lowkey_status lowkey_captures_open(int n_paths, const char *const *paths, int n_
     if (!captures || !captures->files) status = lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d files", n_paths);
     if (status == LOWKEY_OK) {
         captures->n_sinks = n_sinks;
-        status = open_files(captures, n_paths, paths, err);
+        status = open_files(captures, n_paths, paths, first_sample, end_sample, err);
     }
     if (status == LOWKEY_OK) {
         captures->samples = calloc((size_t)captures->n_samples, sizeof *captures->samples);
-        status = captures->samples ? sort_samples(captures, paths, err)
+        status = captures->samples ? sort_samples(captures, paths, first_sample, end_sample, err)
                                    : lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d samples", captures->n_samples);
     }
     if (status == LOWKEY_OK) status = join_texts(captures, err);

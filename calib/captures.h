@@ -25,9 +25,10 @@ typedef struct lowkey_captures {
     lowkey_activations **files;
 } lowkey_captures;
 
-/* Refused: files of different models, of different layers, with a sample in common; no token left. */
-lowkey_status lowkey_captures_open(int n_paths, const char *const *paths, int n_sinks, lowkey_captures **out,
-                                   lowkey_error *err);
+/* Samples first_sample..end_sample-1 of every file; end_sample 0: to its end. Refused: a file that has not so many, files
+ * of different models, of different layers, with a sample in common; no token left. */
+lowkey_status lowkey_captures_open(int n_paths, const char *const *paths, int first_sample, int end_sample,
+                                   int n_sinks, lowkey_captures **out, lowkey_error *err);
 void lowkey_captures_close(lowkey_captures *captures); /* takes NULL */
 
 /* lowkey_activations_read by sample: its tokens first..first+n_tokens-1, counted with its sinks. One thread at a time. */

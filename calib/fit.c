@@ -249,7 +249,8 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
     const double start = lowkey_seconds();
     enum lowkey_sensitivity sensitivity = LOWKEY_SENSITIVITY_NONE;
     openblas_set_num_threads(1); /* threads are ours: sums in one order */
-    lowkey_status status = lowkey_captures_open(n_paths, paths, options->n_sinks, &result->captures, err);
+    lowkey_status status = lowkey_captures_open(n_paths, paths, options->first_sample, options->end_sample, options->n_sinks,
+                                                &result->captures, err);
     if (status == LOWKEY_OK)
         status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents, result->captures->some_contents,
                                            &sensitivity, err);

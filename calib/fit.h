@@ -30,6 +30,7 @@ struct lowkey_side_options {         /* of keys, or of values */
 
 struct lowkey_fit_options {
     struct lowkey_side_options side[2]; /* keys, values */
+    int first_sample, end_sample;    /* of every file: samples first..end-1; end 0: to the file's end */
     int n_sinks;
     lowkey_rule sink_rule;           /* F16 or BF16 */
     enum lowkey_sensitivity sensitivity;

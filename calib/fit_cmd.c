@@ -25,6 +25,7 @@ static const char usage[] =
     "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both\n"
     "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both\n"
     "  --damp F                  of the feedback's matrix (0.05)\n"
+    "  --samples FIRST:END       of every file only samples FIRST..END-1 (all): the others are for measuring\n"
     "  --sinks N                 first tokens of a sample left out and kept in 16 bits (0)\n"
     "  --sink-rule R             f16 (default), bf16\n"
     "  --sensitivity S           auto (default: the first that the files have), fisher, weight, attention, none\n"
@@ -45,12 +46,13 @@ static const char *const side_options[N_SIDE_OPTIONS] = {
     "qnorm"
 };
 enum other_option {
-    OUT = 4 * N_SIDE_OPTIONS + 256, PRESET, GAIN, FEEDBACK, DAMP, SINKS, SINK_RULE, SENSITIVITY, QUERIES, CLIP, FLOOR, UNITS,
+    OUT = 4 * N_SIDE_OPTIONS + 256, PRESET, GAIN, FEEDBACK, DAMP, SAMPLES, SINKS, SINK_RULE, SENSITIVITY, QUERIES, CLIP, FLOOR, UNITS,
     THREADS, JSON, HELP
 };
 static const struct option other_options[] = {
     { "out", required_argument, NULL, OUT },           { "preset", required_argument, NULL, PRESET },
     { "gain", optional_argument, NULL, GAIN },         { "feedback", optional_argument, NULL, FEEDBACK },
+    { "samples", required_argument, NULL, SAMPLES },
     { "damp", required_argument, NULL, DAMP },         { "sinks", required_argument, NULL, SINKS },
     { "sink-rule", required_argument, NULL, SINK_RULE }, { "sensitivity", required_argument, NULL, SENSITIVITY },
     { "queries", required_argument, NULL, QUERIES },   { "weight-clip", required_argument, NULL, CLIP },
@@ -162,6 +164,7 @@ static int parse_other(struct command *command, int which, const char *option)
         for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].feedback = (chosen + 1) >> s & 1;
         break;
     case DAMP: return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
+    case SAMPLES: return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
     case SINKS: return parse_number(option, optarg, 0, 64, &o->n_sinks);
     case SINK_RULE: o->sink_rule = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, optarg, rules))); break;
     case SENSITIVITY: o->sensitivity = (enum lowkey_sensitivity)(chosen = choose(option, optarg, sensitivities)); break;
