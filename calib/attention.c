@@ -154,32 +154,43 @@ static void add_pairs(const struct job *job, struct work *w, const float *q, con
     }
 }
 
-/* Queries first..first+n-1 (of all rows of the job): their weights on the keys, and what follows. */
-static void attend_batch(struct job *job, struct work *w, size_t T, size_t first, size_t n)
+static size_t visible_to(const struct job *job, size_t row)
+{
+    return (size_t)job->position[row % (size_t)job->n_queries] + 1;
+}
+
+/* From p, the weights of query q (number j of the batch) on n tokens: a = p^2 |v - o|^2 scale^2, w->a holding -2 v.o. */
+static void weigh_row(const struct job *job, struct work *w, size_t j, const float *q, float scale, size_t n, size_t visible)
+{
+    const size_t D = (size_t)job->desc->key_head_dim, V = (size_t)job->desc->value_head_dim;
+    float *a = w->a + j * n, norm = 0;
+    for (size_t c = 0; c < V; c++) norm += w->o[j * V + c] * w->o[j * V + c];
+    for (size_t t = 0; t < n; t++) {
+        const float p = w->p[j * n + t] * scale, distance = w->norm[t] + a[t] + norm;
+        a[t] = p * p * (distance > 0 ? distance : 0);
+    }
+    make_features(job->desc, q + j * D, w->features + j * feature_count(job->desc));
+    if (job->moments) add_pairs(job, w, q + j * D, a, visible);
+}
+
+/* Queries first..first+n-1 (of all rows of the job): their weights on the T tokens that any of them sees, and what follows. */
+static void attend_batch(struct job *job, struct work *w, size_t first, size_t n)
 {
     const lowkey_layer_desc *desc = job->desc;
     const size_t D = (size_t)desc->key_head_dim, V = (size_t)desc->value_head_dim, F = feature_count(desc);
     const float scale = (float)(desc->logit_scale * desc->rope_attention_factor * desc->rope_attention_factor);
     const float *q = job->query + first * D;
+    size_t T = 0;
+    for (size_t j = 0; j < n; j++) T = visible_to(job, first + j) > T ? visible_to(job, first + j) : T;
     const int iT = (int)T, in = (int)n, iD = (int)D, iV = (int)V, iF = (int)F;
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, in, iT, iD, scale, q, iD, w->turned, iD, 0, w->p, iT);
-    for (size_t j = 0; j < n; j++) softmax(w->p + j * T, (size_t)job->position[(first + j) % (size_t)job->n_queries] + 1, T);
+    for (size_t j = 0; j < n; j++) softmax(w->p + j * T, visible_to(job, first + j), T);
     for (size_t j = 0; j < n; j++)
         for (size_t t = 0; t < T; t++) w->value_sums[t] += (double)w->p[j * T + t] * (double)w->p[j * T + t];
     if (!job->out->key && !job->moments) return;
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, in, iV, iT, 1, w->p, iT, job->value, iV, 0, w->o, iV);
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, in, iT, iV, -2, w->o, iV, job->value, iV, 0, w->a, iT);
-    for (size_t j = 0; j < n; j++) {
-        const size_t visible = (size_t)job->position[(first + j) % (size_t)job->n_queries] + 1;
-        float *a = w->a + j * T, norm = 0;
-        for (size_t c = 0; c < V; c++) norm += w->o[j * V + c] * w->o[j * V + c];
-        for (size_t t = 0; t < T; t++) {
-            const float p = w->p[j * T + t] * scale, distance = w->norm[t] + a[t] + norm;
-            a[t] = p * p * (distance > 0 ? distance : 0);
-        }
-        make_features(desc, q + j * D, w->features + j * F);
-        if (job->moments) add_pairs(job, w, q + j * D, a, visible);
-    }
+    for (size_t j = 0; j < n; j++) weigh_row(job, w, j, q, scale, T, visible_to(job, first + j));
     if (job->out->key) /* sums += a' features */
         cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, iT, iF, in, 1, w->a, iT, w->features, iF, 1, w->sums, iF);
 }
@@ -237,7 +248,7 @@ static void run_job(void *arg, int i)
     } else {
         prepare(job, &work, T);
         for (size_t first = 0; first < n_rows; first += BATCH)
-            attend_batch(job, &work, T, first, n_rows - first < BATCH ? n_rows - first : BATCH);
+            attend_batch(job, &work, first, n_rows - first < BATCH ? n_rows - first : BATCH);
         job->status = store(job, &work, T);
     }
     work_free(&work);

@@ -122,6 +122,7 @@ static lowkey_status fit_side(struct layer_fit *fit, int which, struct lowkey_po
     }
     LOWKEY_TRY(lowkey_columns_fit(side, err));
     lowkey_grids_free(&fit->grids[which]);
+    LOWKEY_TRY(lowkey_side_fit_suspect(side, err));
     LOWKEY_TRY(fit_feedback(fit, which, err));
     lowkey_side_fit_store(side);
     return LOWKEY_OK;

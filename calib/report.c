@@ -44,9 +44,9 @@ static const struct {
     unsigned bit;
     const char *name, *words;
 } suspicions[] = {
-    { LOWKEY_SUSPECT_BF16_AS_F16, "bf16_as_f16", "stored as f16, but no value uses more than bf16's 7 bits of mantissa" },
-    { LOWKEY_SUSPECT_ALL_EQUAL, "all_equal", "all values are equal" },
-    { LOWKEY_SUSPECT_OFFSETS, "offset_heavy", "more than a tenth of the channels have an offset far above their spread" },
+    { LOWKEY_SUSPECT_BF16_AS_F16, "bf16_as_f16", "suspicious: channels stored as f16 whose values use no more than bf16's 7 bits of mantissa" },
+    { LOWKEY_SUSPECT_ALL_EQUAL, "all_equal", "suspicious: channels of layers whose values are all equal" },
+    { LOWKEY_SUSPECT_OFFSETS, "offset_heavy", "suspicious: channels of layers where more than a tenth have an offset far above their spread" },
 };
 enum { N_SUSPICIONS = sizeof suspicions / sizeof suspicions[0] };
 
@@ -55,21 +55,47 @@ static const char *side_name(int which)
     return which ? "value" : "key";
 }
 
-static void print_notes(const struct summary *s)
+/* One line for all sides that the same is to be said of: what, how many channels or heads of it, where. */
+static void print_note(const struct lowkey_fit_result *result, const char *what, size_t (*count)(const struct summary *, int),
+                       int argument)
 {
-    const char *side = side_name(s->which);
-    for (int i = 0; i < N_SUSPICIONS; i++)
-        if (s->notes->suspicions & suspicions[i].bit) printf("note: layer %d %s: %s\n", s->layer, side, suspicions[i].words);
-    if (s->n_zero_weights)
-        printf("note: layer %d %s: %zu channels whose weights are all zero: 1 was taken\n", s->layer, side, s->n_zero_weights);
-    if (s->n_tiny_weights)
-        printf("note: layer %d %s: %zu channels with weights below 2^-40 of the largest, taken as 0\n", s->layer, side,
-               s->n_tiny_weights);
-    if (s->notes->zero_feedback)
-        printf("note: layer %d %s: the feedback matrix of %d heads is zero\n", s->layer, side, s->notes->zero_feedback);
-    if (s->notes->tables_clamped_to_range)
-        printf("note: layer %d %s: %d channels left uncorrected, as their tables would have left the range\n", s->layer, side,
-               s->notes->tables_clamped_to_range);
+    enum { NAMED = 6 };
+    size_t total = 0, n_sides = 0;
+    for (int i = 0; i < 2 * result->desc->n_layers; i++) {
+        const struct summary s = summarise(result, i / 2, i % 2);
+        const size_t n = count(&s, argument);
+        total += n;
+        n_sides += n > 0;
+    }
+    if (total == 0) return;
+    printf("note: %s: %zu in", what, total);
+    for (int i = 0, n = 0; i < 2 * result->desc->n_layers && n < NAMED; i++) {
+        const struct summary s = summarise(result, i / 2, i % 2);
+        if (count(&s, argument)) printf("%s layer %d %s", n++ ? "," : "", s.layer, side_name(s.which));
+    }
+    printf(n_sides > NAMED ? " and %zu more\n" : "\n", n_sides - NAMED);
+}
+
+static size_t count_suspicion(const struct summary *s, int i)
+{
+    return s->notes->suspicions & suspicions[i].bit ? s->n_channels : 0;
+}
+
+static size_t count_note(const struct summary *s, int i)
+{
+    const size_t counts[] = { s->n_zero_weights, s->n_tiny_weights, (size_t)s->notes->zero_feedback,
+                              (size_t)s->notes->tables_clamped_to_range };
+    return counts[i];
+}
+
+static void print_notes(const struct lowkey_fit_result *result)
+{
+    static const char *const notes[] = {
+        "channels whose weights are all zero: 1 was taken", "channels with weights below 2^-40 of their largest, taken as 0",
+        "heads whose feedback matrix is zero", "channels left uncorrected, as their tables would have left the range"
+    };
+    for (int i = 0; i < N_SUSPICIONS; i++) print_note(result, suspicions[i].words, count_suspicion, i);
+    for (int i = 0; i < (int)(sizeof notes / sizeof notes[0]); i++) print_note(result, notes[i], count_note, i);
 }
 
 static void print_table(const struct lowkey_fit_result *result)
@@ -88,11 +114,7 @@ static void print_table(const struct lowkey_fit_result *result)
                    s.n_channels, s.n_constant, s.n_offset, s.n_unused, (unsigned long long)r->n_outliers,
                    (unsigned long long)r->n_clamped, (unsigned long long)r->n_saturated, s.error, s.weighted_error);
         }
-    for (int i = 0; i < result->desc->n_layers; i++)
-        for (int which = 0; which < 2; which++) {
-            const struct summary s = summarise(result, i, which);
-            print_notes(&s);
-        }
+    print_notes(result);
 }
 
 static json_t *summary_json(const struct summary *s)

@@ -222,7 +222,6 @@ void lowkey_side_fit_report(struct lowkey_side_fit *fit, const struct lowkey_mom
     const size_t E = (size_t)fit->n_table;
     const double n = (double)fit->captures->n_tokens;
     size_t n_offset = 0;
-    int all_equal = 1;
     report->n_tokens = (uint64_t)fit->captures->n_tokens;
     report->n_outliers = moments->counts.outliers;
     report->n_clamped = moments->counts.clamped;
@@ -238,11 +237,26 @@ void lowkey_side_fit_report(struct lowkey_side_fit *fit, const struct lowkey_mom
         for (int k = 0; fit->bits[c] <= 5 && k < 1 << fit->bits[c]; k++)
             if (moments->histogram[c * E + (size_t)k] == 0) fit->flags[c] |= LOWKEY_FLAG_UNUSED_CODES;
         n_offset += (fit->flags[c] & LOWKEY_FLAG_OFFSET) && !(fit->flags[c] & LOWKEY_FLAG_CONSTANT);
-        all_equal &= fit->low[c] == fit->high[0] && fit->high[c] == fit->high[0];
     }
     report->flags = fit->flags;
-    if (all_equal) fit->notes.suspicions |= LOWKEY_SUSPECT_ALL_EQUAL;
     if (n_offset * 10 > fit->n_channels) fit->notes.suspicions |= LOWKEY_SUSPECT_OFFSETS;
+}
+
+lowkey_status lowkey_side_fit_suspect(struct lowkey_side_fit *fit, lowkey_error *err)
+{
+    const enum lowkey_stream stream = fit->which ? LOWKEY_VALUE : LOWKEY_KEY;
+    int any_f16 = 0;
+    for (int f = 0; f < fit->captures->n_files; f++) {
+        const char *type;
+        LOWKEY_TRY(lowkey_activations_type(fit->captures->files[f], fit->layer, stream, &type, err));
+        any_f16 |= strcmp(type, "f16") == 0;
+    }
+    int all_equal = 1;
+    for (size_t c = 0; c < fit->n_channels; c++)
+        all_equal &= fit->low[c] == fit->low[0] && fit->high[c] == fit->low[0];
+    if (all_equal) fit->notes.suspicions |= LOWKEY_SUSPECT_ALL_EQUAL;
+    else if (any_f16 && !(fit->mantissa_bits & 0xffff)) fit->notes.suspicions |= LOWKEY_SUSPECT_BF16_AS_F16;
+    return LOWKEY_OK;
 }
 
 lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct lowkey_side *side, struct lowkey_moments *moments,

@@ -58,6 +58,8 @@ void lowkey_side_fit_store(struct lowkey_side_fit *fit);
 void lowkey_side_fit_correct(struct lowkey_side_fit *fit, const struct lowkey_moments *moments);
 /* Moments of the packed tokens into the report. */
 void lowkey_side_fit_report(struct lowkey_side_fit *fit, const struct lowkey_moments *moments);
+/* What of the values looks wrong, into the notes: after the columns. */
+lowkey_status lowkey_side_fit_suspect(struct lowkey_side_fit *fit, lowkey_error *err);
 /* A pass of packing over the side, with its weights. side: the quantizer's. */
 lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct lowkey_side *side, struct lowkey_moments *moments,
                                    struct lowkey_pool *pool, lowkey_error *err);

@@ -45,6 +45,10 @@ const struct lowkey_activations_info *lowkey_activations_describe(const lowkey_a
 lowkey_status lowkey_activations_read(lowkey_activations *activations, int i, enum lowkey_stream stream, int64_t first,
                                       int64_t n_tokens, int first_head, int n_heads, float *out, lowkey_error *err);
 
+/* The type of a stream of layer number i in the file: "f16", "bf16", "f32" or "f64". */
+lowkey_status lowkey_activations_type(lowkey_activations *activations, int i, enum lowkey_stream stream, const char **type,
+                                      lowkey_error *err);
+
 /* Writer: the description is complete from the start; rows are written in any order of layers and streams.
  * dtype: of key, value, query (gradients and weights are f32). Values that f16 cannot hold are refused. commit
  * verifies that every row was written and renames the file into place; abandon removes what there is. */

@@ -180,6 +180,15 @@ static lowkey_status check_rows(const lowkey_activations *a, int i, enum lowkey_
                           is_weight ? ", 0 or more" : "", (double)rows[at], n_bad, first, first + n_tokens - 1);
 }
 
+lowkey_status lowkey_activations_type(lowkey_activations *a, int i, enum lowkey_stream stream, const char **type,
+                                      lowkey_error *err)
+{
+    lowkey_h5_floats *data = NULL;
+    LOWKEY_TRY(get_stream(a, i, stream, &data, err));
+    *type = lowkey_h5_floats_type(data);
+    return LOWKEY_OK;
+}
+
 lowkey_status lowkey_activations_read(lowkey_activations *a, int i, enum lowkey_stream stream, int64_t first, int64_t n_tokens,
                                       int first_head, int n_heads, float *out, lowkey_error *err)
 {
