@@ -1,6 +1,5 @@
-"""Files by the letter of formats/README.md: what the independent reader and lowkey_quantizer_open accept and refuse must
-be the same; lowkey's own files and the model's must please the independent reader."""
-import glob
+"""quantizer.h5 by the letter of formats/README.md: what the independent reader and lowkey_quantizer_open accept and refuse
+must be the same."""
 import itertools
 import os
 import shutil
@@ -13,8 +12,8 @@ import numpy as np
 import lowkey_ctypes
 import quantizer_files as make
 import reader
-import reader_inputs
 import tap
+from reader_changes import attribute, dataset, element
 
 LIBRARIES = lowkey_ctypes.load()
 FOLDER = tempfile.mkdtemp(prefix="lowkey-files-")
@@ -52,35 +51,6 @@ def verdicts(name):
     except (reader.FormatError, OSError) as error:
         mine = str(error)
     return mine, opens(name)
-
-
-def attribute(where, name, value, **kind):
-    def change(f):
-        if value is None:
-            del f[where].attrs[name]
-        else:
-            f[where].attrs.create(name, value, **kind)
-    return f"{where}@{name} = {value!r}", change
-
-
-def element(where, index, value):
-    def change(f):
-        data = f[where][...]
-        data[index] = value
-        f[where][...] = data
-    return f"{where}[{index}] = {value}", change
-
-
-def dataset(where, make_data, **options):
-    """Replace a dataset by make_data of its values; None: delete it."""
-    def change(f):
-        old = f[where][...] if isinstance(f.get(where), h5py.Dataset) else None
-        if where in f:
-            del f[where]
-        data = make_data(old)
-        if data is not None:
-            f.create_dataset(where, data=data, **options)
-    return f"{where} replaced", change
 
 
 def first_table(f):
@@ -324,24 +294,6 @@ def test_broken_files():
     for name in (path("text.h5"), FOLDER, path("absent.h5")):
         said = opens(name)
         assert said and "\n" not in said, (name, said)
-
-
-def test_model():
-    """The converted model's tensors hash to its model_sha256, read by the document alone"""
-    found = sorted(glob.glob("build/model/smollm2-135m.model.h5"))
-    if not found:
-        tap.skip("no build/model/smollm2-135m.model.h5 (make model)")
-    m = reader_inputs.model(found[0])
-    assert len(m.layers) == m.n_layers == 30
-
-
-def test_tokens():
-    """The converted text's tokens.h5 is as the document says"""
-    found = sorted(glob.glob("build/model/*.tokens.h5"))
-    if not found:
-        tap.skip("no build/model/*.tokens.h5 (make model)")
-    for name in found:
-        reader_inputs.tokens(name)
 
 
 tap.run(globals())
