@@ -193,6 +193,7 @@ typedef struct lowkey_cache_config {
     int n_pages;                 /* pages of 64 tokens, shared by all sequences; one page number serves all layers */
     int max_sequences;           /* sequences are numbered 0..max_sequences-1 and are empty at first */
     int max_tokens;              /* the longest a sequence may become; 0: n_pages * 64 */
+    int reserved;                /* 0. Structs end without padding, so that a field behind them changes their size */
 } lowkey_cache_config;
 
 typedef enum lowkey_dtype { LOWKEY_F32 = 0, LOWKEY_F16, LOWKEY_BF16 } lowkey_dtype;

@@ -10,7 +10,8 @@
 static void *counted_alloc(void *user, size_t bytes, size_t alignment)
 {
     struct lowkey_counter *counter = user;
-    if (counter->n_calls++ == counter->fail_at) return NULL;
+    if (counter->n_calls++ == counter->fail_at || (counter->most_bytes && bytes > counter->most_bytes))
+        return NULL;
     assert_int_equal(alignment & (alignment - 1), 0);
     void *block = aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
     assert_non_null(block);

@@ -7,7 +7,7 @@
 /* An allocator that counts, that fails at call number fail_at (from 0; < 0: never), and that fills what it gives. */
 struct lowkey_counter {
     long n_calls, n_live, fail_at;
-    size_t live_bytes;
+    size_t live_bytes, most_bytes; /* most_bytes: a larger request fails; 0: none does */
     unsigned char fill;
 };
 lowkey_allocator lowkey_counting_allocator(struct lowkey_counter *counter);

@@ -70,12 +70,12 @@ static void test_bad_configs(void **state)
         lowkey_status status;
         const char *words;
     } bad[] = {
-        { { 0, 1, 1, 0 }, LOWKEY_EINVAL, "struct_size" },
-        { { sizeof(lowkey_cache_config), 0, 1, 0 }, LOWKEY_EINVAL, "n_pages" },
-        { { sizeof(lowkey_cache_config), -5, 1, 0 }, LOWKEY_EINVAL, "n_pages" },
-        { { sizeof(lowkey_cache_config), 1, 0, 0 }, LOWKEY_EINVAL, "max_sequences" },
-        { { sizeof(lowkey_cache_config), 1, 1, -1 }, LOWKEY_EINVAL, "max_tokens" },
-        { { sizeof(lowkey_cache_config), INT_MAX, INT_MAX, 0 }, LOWKEY_ENOMEM, "memory" },
+        { { 0, 1, 1, 0, 0 }, LOWKEY_EINVAL, "struct_size" },
+        { { sizeof(lowkey_cache_config), 0, 1, 0, 0 }, LOWKEY_EINVAL, "n_pages" },
+        { { sizeof(lowkey_cache_config), -5, 1, 0, 0 }, LOWKEY_EINVAL, "n_pages" },
+        { { sizeof(lowkey_cache_config), 1, 0, 0, 0 }, LOWKEY_EINVAL, "max_sequences" },
+        { { sizeof(lowkey_cache_config), 1, 1, -1, 0 }, LOWKEY_EINVAL, "max_tokens" },
+        { { sizeof(lowkey_cache_config), 1, 1, 0, 7 }, LOWKEY_EINVAL, "reserved" },
     };
     lowkey_error err;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -84,7 +84,7 @@ static void test_bad_configs(void **state)
                        bad[i].status, err, bad[i].words);
         assert_null(cache);
     }
-    const lowkey_cache_config good = { sizeof good, 1, 1, 0 };
+    const lowkey_cache_config good = { sizeof good, 1, 1, 0, 0 };
     lowkey_cache *cache;
     assert_refused(lowkey_cache_create(NULL, f.quantizer, &good, &cache, &err), LOWKEY_EINVAL, err,
                    "context is NULL");
@@ -95,6 +95,32 @@ static void test_bad_configs(void **state)
     assert_refused(lowkey_cache_create(f.context, f.quantizer, &good, NULL, &err), LOWKEY_EINVAL, err,
                    "out is NULL");
     close_cache(&f);
+}
+
+/* 2^31 - 1 pages and sequences: bytes are counted in 64 bits, and the allocator is asked for all of them. */
+static void test_huge_sizes(void **state)
+{
+    (void)state;
+    struct lowkey_counter counter = { .fail_at = -1, .most_bytes = 1 << 20 };
+    const lowkey_allocator allocator = lowkey_counting_allocator(&counter);
+    lowkey_context *context = lowkey_test_context(&allocator, NULL);
+    lowkey_quantizer *quantizer = small_quantizer(NULL);
+    static const lowkey_cache_config huge[] = { { sizeof huge[0], INT_MAX, 1, 0, 0 },
+                                                { sizeof huge[0], INT_MAX, INT_MAX, 0, 0 },
+                                                { sizeof huge[0], 1 << 20, INT_MAX, INT_MAX, 0 } };
+    for (int i = 0; i < 3; i++) {
+        lowkey_cache *cache;
+        lowkey_error err;
+        assert_refused(lowkey_cache_create(context, quantizer, &huge[i], &cache, &err), LOWKEY_ENOMEM, err,
+                       "no memory for");
+        const double bytes = strtod(strpbrk(err.message, "0123456789"), NULL);
+        const double blocks = i == 2 ? 1 << 20 : 1 << 25;
+        assert_true(bytes >= (i ? 0x1p31 * 4 * blocks : 0x1p31 * 8) && bytes < 0x1p63);
+        assert_null(cache);
+    }
+    lowkey_context_free(context);
+    lowkey_quantizer_free(quantizer);
+    assert_int_equal(counter.n_live, 0);
 }
 
 static void test_limits(void **state)
@@ -219,6 +245,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         { "cache: empty sequences have length 0, others -1", test_empty, NULL, NULL, NULL },
         { "cache: sizes that make no sense are refused", test_bad_configs, NULL, NULL, NULL },
+        { "cache: sizes are counted in 64 bits", test_huge_sizes, NULL, NULL, NULL },
         { "cache: reserve refuses without changing anything", test_limits, NULL, NULL, NULL },
         { "cache: max_tokens is a limit of its own", test_max_tokens, NULL, NULL, NULL },
         { "cache: trim gives back the pages that no layer needs, and they are used again",

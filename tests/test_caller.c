@@ -10,13 +10,13 @@ struct ours {
 
 struct longer {
     struct ours ours;
-    int c;
+    int c, d;
 };
 
 static void test_sizes(void **state)
 {
     (void)state;
-    struct longer given = { { sizeof given, 1, 2 }, 0 };
+    struct longer given = { { sizeof given, 1, 2 }, 0, 0 };
     struct ours read;
     lowkey_error err;
     assert_ok(lowkey_struct_read(&read, sizeof read, &given, sizeof given, "given", &err), err);
