@@ -14,7 +14,8 @@ class Error(c.Structure):
 
 
 class CacheConfig(c.Structure):
-    _fields_ = [("struct_size", c.c_size_t), ("n_pages", c.c_int), ("max_sequences", c.c_int), ("max_tokens", c.c_int)]
+    _fields_ = [("struct_size", c.c_size_t), ("n_pages", c.c_int), ("max_sequences", c.c_int),
+                ("max_tokens", c.c_int)]
 
 
 class ContextConfig(c.Structure):
@@ -80,9 +81,11 @@ def describe(q):
             c.sizeof(SideDesc), array(s.bits, np.uint8), array(s.order, np.uint16), s.E,
             *[array(getattr(s, name) if s.E else None, dtype) for name, dtype in (
                 ("n_entries", np.uint8), ("table", np.float32), ("boundary", np.float32))],
-            array(s.center, np.float32), array(s.exponent, np.int16), array(s.lower, np.float32), array(s.upper, np.float32),
+            array(s.center, np.float32), array(s.exponent, np.int16), array(s.lower, np.float32),
+            array(s.upper, np.float32),
             RULES.index(s.rule_8), RULES.index(s.rule_16), array(s.rule_scale, np.float32),
-            ("none", "f16", "f32").index(s.token_scale), s.scale_block, ("none", "limit", "rank").index(s.outlier_rule),
+            ("none", "f16", "f32").index(s.token_scale), s.scale_block,
+            ("none", "limit", "rank").index(s.outlier_rule),
             s.rank, s.cap, s.capacity, array(s.factor, np.float32))
 
     layers = (LayerDesc * len(q.layers))(*[LayerDesc(
@@ -159,7 +162,8 @@ class Cache:
         checked(self.core.lowkey_cache_reserve, self.cache, sequence, n_tokens)
 
     def append(self, layer, keys, values, sequence=0):
-        checked(self.core.lowkey_cache_append, self.cache, layer, 1, ints(sequence), ints(len(keys)), rows(keys), rows(values))
+        checked(self.core.lowkey_cache_append, self.cache, layer, 1, ints(sequence), ints(len(keys)), rows(keys),
+                rows(values))
 
     def trim(self, n_tokens, sequence=0):
         checked(self.core.lowkey_cache_trim, self.cache, sequence, n_tokens)
@@ -172,13 +176,15 @@ class Cache:
 
     def page(self, layer, page, side, head, sequence=0):
         data, size = c.c_void_p(), c.c_size_t()
-        checked(self.core.lowkey_cache_page, self.cache, sequence, layer, page, side, head, c.byref(data), c.byref(size))
+        checked(self.core.lowkey_cache_page, self.cache, sequence, layer, page, side, head, c.byref(data),
+                c.byref(size))
         return c.string_at(data, size.value) if size.value else b""
 
     def attend(self, layer, q, value_dim, sequence=0):
         n, heads, _ = q.shape
         out, lse = np.empty((n, heads, value_dim), np.float32), np.empty((n, heads), np.float32)
-        args = AttendArgs(c.sizeof(AttendArgs), layer, 1, ints(sequence), ints(n), rows(q), out.ctypes.data, lse.ctypes.data)
+        args = AttendArgs(c.sizeof(AttendArgs), layer, 1, ints(sequence), ints(n), rows(q), out.ctypes.data,
+                          lse.ctypes.data)
         size = self.core.lowkey_attend_workspace_bytes(self.cache, c.byref(args))
         space = np.empty(size + 64, np.uint8)
         args.workspace, args.workspace_bytes = (space.ctypes.data + 63) // 64 * 64, size

@@ -1,5 +1,6 @@
 """Quantizer files with random tables, written with h5py straight from formats/README.md, for tests: every combination of
-widths, rules, token scales, outliers and feedback that the format allows. A side is asked for as a dict, see side()."""
+widths, rules, token scales, outliers and feedback that the format allows. A side is asked for as a
+dict, see side()."""
 import h5py
 import numpy as np
 
@@ -32,7 +33,8 @@ def channel_table(rng, width, E, center, exponent, spread, full):
     n = 2**width if full else rng.integers(1, 2**width + 1)
     halves = np.unique(np.float16(rng.normal(size=n) * np.ldexp(spread, -exponent)))
     entries = np.unique(add_f32(center, np.ldexp(halves.astype(np.float64), exponent)))
-    between = entries[:-1].astype(np.float64) + rng.uniform(0.2, 0.8, len(entries) - 1) * np.diff(entries.astype(np.float64))
+    wide = entries.astype(np.float64)
+    between = wide[:-1] + rng.uniform(0.2, 0.8, len(wide) - 1) * np.diff(wide)
     table = np.concatenate([entries, np.repeat(entries[-1:], E - len(entries))])
     boundary = np.concatenate([between.astype(np.float32), np.repeat(FLT_MAX, E - len(entries))])
     return len(entries), table, boundary
@@ -48,7 +50,8 @@ def side(rng, H, D, pairs, bits=(2,), rule_8="none", rule_16="none", token_scale
     scaled = token_scale != "none"
     spread = np.exp(np.clip(rng.normal(size=(H, D)) * (0.2 if scaled else 1), -2, 1)) * (0.7 if scaled else magnitude)
     offset = rng.random((H, D)) < 0.3
-    center = np.where(offset & (not scaled), np.clip(rng.normal(size=(H, D)), -3, 3) * 4 * magnitude, 0).astype(np.float32)
+    center = np.where(offset & (not scaled), np.clip(rng.normal(size=(H, D)), -3, 3) * 4 * magnitude,
+                      0).astype(np.float32)
     exponent = np.floor(np.log2(spread)).astype(np.int64) + rng.integers(-4, 3, (H, D))
     lower, upper = np.float32(center - 2 * spread), np.float32(center + 2 * spread)
     d = dict(H=H, D=D, table_scope="channel", codebook="fitted" if E else "none", table_entries=E, rule_8=rule_8,
@@ -73,7 +76,8 @@ def side(rng, H, D, pairs, bits=(2,), rule_8="none", rule_16="none", token_scale
     d.update(lower=lower, upper=upper)
     if rule_8 != "none":
         largest = {"e4m3": 448, "e5m2": 57344, "int8": 127}[rule_8]
-        d["rule_scale"] = np.where(widths == 8, np.float32(np.abs(upper) + np.abs(lower) + 1e-9) / np.float32(largest), 1)
+        d["rule_scale"] = np.where(widths == 8,
+                                   np.float32(np.abs(upper) + np.abs(lower) + 1e-9) / np.float32(largest), 1)
     if feedback:
         d["factor"] = np.tril(np.float16(rng.normal(size=(H, D, D)) * 0.3 / np.sqrt(D)), -1)
     return d
@@ -114,7 +118,8 @@ def write(path, layers, n_sink_tokens=0, sink_rule="f16", n_layers=None, styles=
     """layers: {index: (geometry, key side, value side)}."""
     with h5py.File(path, "w") as f:
         zeros = "0" * 64
-        f.attrs.update(dict(schema="quantizer", created_by="quantizer_files.py 1", n_layers=n_layers or max(layers) + 1,
+        f.attrs.update(dict(schema="quantizer", created_by="quantizer_files.py 1",
+                            n_layers=n_layers or max(layers) + 1,
                             model_name="none", model_sha256=zeros, n_sink_tokens=n_sink_tokens, sink_rule=sink_rule))
         f.attrs["schema_version"] = np.array([1, 0], np.int32)
         f["layer_index"] = np.array(sorted(layers), np.int32)

@@ -15,7 +15,8 @@ def same_page(got, page, what):
     want, mask = (np.frombuffer(b, np.uint8) for b in page)
     assert len(got) == len(want), f"{what}: {len(got)} bytes, expected {len(want)}"
     differ = np.flatnonzero((np.frombuffer(got, np.uint8) ^ want) & mask)
-    assert not len(differ), f"{what}: {len(differ)} bytes differ, first {differ[0]}: {got[differ[0]]:#x}, expected {want[differ[0]]:#x}"
+    i = differ[0] if len(differ) else 0
+    assert not len(differ), f"{what}: {len(differ)} bytes differ, first {i}: {got[i]:#x}, expected {want[i]:#x}"
 
 
 def expected(q, side, x):
@@ -39,7 +40,8 @@ def compare_side(cache, q, layer, number, packed, got, sequence, what):
         same_page(side_page, pages.side_page_of(packed, page), f"{what}: side page {page}")
         live = pages.live_slots(packed, page)
         if len(live):
-            same_bits(pages.decode_page(side, heads, side_page, live), got[page * 64 + live], f"{what}: decoded page {page}")
+            same_bits(pages.decode_page(side, heads, side_page, live), got[page * 64 + live],
+                      f"{what}: decoded page {page}")
 
 
 def append_in_cuts(cache, index, keys, values, cuts, sequence):

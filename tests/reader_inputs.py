@@ -58,7 +58,8 @@ def model(path):
 def layer_tensors(m, g):
     q, k, v = g.n_q_heads * g.key_head_dim, g.n_kv_heads * g.key_head_dim, g.n_kv_heads * g.value_head_dim
     hidden, inner = m.hidden_size, m.intermediate_size
-    tensors = [("attention_norm", (hidden,)), ("query_proj", (q, hidden)), ("key_proj", (k, hidden)), ("value_proj", (v, hidden))]
+    tensors = [("attention_norm", (hidden,)), ("query_proj", (q, hidden)), ("key_proj", (k, hidden)),
+               ("value_proj", (v, hidden))]
     if m.attention_bias:
         tensors += [("query_bias", (q,)), ("key_bias", (k,)), ("value_bias", (v,))]
     if m.qk_norm:

@@ -365,8 +365,8 @@ def side_page_of(packed, page):
     for name in ("scale", "zero"):
         if name in sections:
             section(data, name)[slots] = getattr(packed, name + "_bits")[tokens - packed.first]
-            section(mask, name).view(np.uint32 if packed.side.token_scale == "f32" else np.uint16)[slots] = 2**32 - 1 \
-                if packed.side.token_scale == "f32" else 2**16 - 1
+            bits = section(mask, name).view(np.uint32 if packed.side.token_scale == "f32" else np.uint16)
+            bits[slots] = np.iinfo(bits.dtype).max
     if "end" in sections:
         entries = [e for t in tokens for e in packed.outliers[t]]
         section(data, "end")[slots] = np.cumsum([len(packed.outliers[t]) for t in tokens])

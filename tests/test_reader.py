@@ -48,7 +48,8 @@ def test_number_formats():
     """The packer's f16 is NumPy's, its E4M3 and E5M2 are the nearest of all codes"""
     rng = np.random.default_rng(2)
     x = F32(rng.normal(size=20000) * 2.0 ** rng.integers(-30, 15, 20000))
-    x = np.concatenate([x, [0, -0.0, 65504, 65519, 65520, -65536, 3e38, 2.0**-24, 2.0**-25, 464, 464.1, -465]]).astype(F32)
+    ends = [0, -0.0, 65504, 65519, 65520, -65536, 3e38, 2.0**-24, 2.0**-25, 464, 464.1, -465]
+    x = np.concatenate([x, ends]).astype(F32)
     with np.errstate(over="ignore"):
         half = np.clip(x.astype(np.float16), np.float16(-65504), np.float16(65504))
     assert (pages.encode(x, "f16")[0] == half.view(np.uint16)).all()
@@ -90,34 +91,49 @@ TIGHT = dict(outlier_rule="limit", outlier_cap=5, outlier_page_capacity=7)
 CASES = [
     case("1 bit", (3, 1), (64, 64), dict(bits=(1,)), dict(bits=(1,))),
     case("2 bits with feedback", (4, 2), (64, 64), dict(bits=(2,), feedback=1), dict(bits=(2,), feedback=1), sinks=4),
-    case("3 bits, fewer entries than codes", (8, 1), (80, 80), dict(bits=(3,), full=False, feedback=1), dict(bits=(3,), full=False)),
+    case("3 bits, fewer entries than codes", (8, 1), (80, 80), dict(bits=(3,), full=False, feedback=1),
+         dict(bits=(3,), full=False)),
     case("4 bits, interleaved", (2, 2), (96, 64), dict(bits=(4,)), dict(bits=(4,)), pairing="interleaved", sinks=1),
-    case("5 bits of 128 channels", (4, 4), (128, 128), dict(bits=(5,)), dict(bits=(5,), feedback=1), sinks=64, tokens=129),
-    case("8 channels, mixed", (1, 1), (8, 8), dict(bits=(1, 2, 3, 4, 5), wide_table=True), dict(bits=(2, 5)), tokens=65),
+    case("5 bits of 128 channels", (4, 4), (128, 128), dict(bits=(5,)), dict(bits=(5,), feedback=1), sinks=64,
+         tokens=129),
+    case("8 channels, mixed", (1, 1), (8, 8), dict(bits=(1, 2, 3, 4, 5), wide_table=True), dict(bits=(2, 5)),
+         tokens=65),
     case("E4M3 and f16", (4, 1), (64, 72), dict(bits=(8,), rule_8="e4m3"), dict(bits=(16,), rule_16="f16"), rope=0),
-    case("E5M2 and bf16", (4, 1), (72, 64), dict(bits=(8,), rule_8="e5m2"), dict(bits=(16,), rule_16="bf16"), rope=20),
+    case("E5M2 and bf16", (4, 1), (72, 64), dict(bits=(8,), rule_8="e5m2"), dict(bits=(16,), rule_16="bf16"),
+         rope=20),
     case("INT8, partial RoPE, YaRN", (2, 1), (64, 64), dict(bits=(8,), rule_8="int8"), dict(bits=(8,), rule_8="int8"),
          rope=16, factor=1.2, sinks=3, sink_rule="bf16"),
     case("every width, feedback, limit", (6, 2), (64, 64),
          dict(bits=(1, 2, 3, 4, 5, 8, 16), rule_8="e4m3", rule_16="bf16", feedback=1, full=False, **LIMIT),
          dict(bits=(1, 2, 3, 4, 5, 8, 16), rule_8="int8", rule_16="f16", feedback=1, full=False, **LIMIT), sinks=3),
     case("every width, token scales, rank", (6, 2), (64, 72),
-         dict(bits=(1, 2, 3, 4, 5, 8, 16), rule_8="e5m2", rule_16="f16", feedback=1, token_scale="f16", scale_block=128, **RANK),
-         dict(bits=(1, 2, 3, 4, 5, 8, 16), rule_8="int8", rule_16="bf16", token_scale="f32", scale_block=8, full=False, **RANK)),
+         dict(bits=(1, 2, 3, 4, 5, 8, 16), rule_8="e5m2", rule_16="f16", feedback=1, token_scale="f16",
+              scale_block=128, **RANK),
+         dict(bits=(1, 2, 3, 4, 5, 8, 16), rule_8="int8", rule_16="bf16", token_scale="f32", scale_block=8,
+              full=False, **RANK)),
     case("f16 scales a head", (2, 2), (64, 64), dict(bits=(3,), token_scale="f16", scale_block=64),
          dict(bits=(2,), token_scale="f16", scale_block=32, feedback=1), sinks=2),
-    case("f32 scales, wide tables", (2, 1), (64, 64), dict(bits=(1, 2), token_scale="f32", scale_block=64, wide_table=True, **RANK),
-         dict(bits=(3, 4), token_scale="f32", scale_block=16, wide_table=True, full=False), pairing="interleaved", rope=32),
-    case("side pages that overflow by limit", (2, 2), (64, 64), dict(bits=(2,), feedback=1, **TIGHT), dict(bits=(4, 8), rule_8="e4m3", **TIGHT)),
-    case("side pages that overflow by rank", (2, 2), (64, 64), dict(bits=(2,), **{**RANK, "outlier_page_capacity": 30}),
-         dict(bits=(2, 16), rule_16="f16", token_scale="f16", scale_block=128, **{**RANK, "outlier_cap": 3}), sinks=5),
+    case("f32 scales, wide tables", (2, 1), (64, 64),
+         dict(bits=(1, 2), token_scale="f32", scale_block=64, wide_table=True, **RANK),
+         dict(bits=(3, 4), token_scale="f32", scale_block=16, wide_table=True, full=False), pairing="interleaved",
+         rope=32),
+    case("side pages that overflow by limit", (2, 2), (64, 64), dict(bits=(2,), feedback=1, **TIGHT),
+         dict(bits=(4, 8), rule_8="e4m3", **TIGHT)),
+    case("side pages that overflow by rank", (2, 2), (64, 64),
+         dict(bits=(2,), **{**RANK, "outlier_page_capacity": 30}),
+         dict(bits=(2, 16), rule_16="f16", token_scale="f16", scale_block=128, **{**RANK, "outlier_cap": 3}),
+         sinks=5),
     case("rank of nearly all", (1, 1), (8, 8), dict(bits=(2,), **{**RANK, "outlier_rank": 3, "outlier_cap": 8}),
-         dict(bits=(2, 16), rule_16="f16", token_scale="f16", scale_block=8, **{**RANK, "outlier_rank": 4, "outlier_cap": 8,
+         dict(bits=(2, 16), rule_16="f16", token_scale="f16", scale_block=8,
+              **{**RANK, "outlier_rank": 4, "outlier_cap": 8,
                                                                                 "outlier_page_capacity": 512})),
-    case("256 channels", (2, 1), (256, 256), dict(bits=(2, 3), feedback=1), dict(bits=(2,), **LIMIT), tokens=66, rope=128),
-    case("one token", (2, 1), (64, 64), dict(bits=(2,), **LIMIT), dict(bits=(2,), token_scale="f16", scale_block=64), tokens=1),
+    case("256 channels", (2, 1), (256, 256), dict(bits=(2, 3), feedback=1), dict(bits=(2,), **LIMIT), tokens=66,
+         rope=128),
+    case("one token", (2, 1), (64, 64), dict(bits=(2,), **LIMIT), dict(bits=(2,), token_scale="f16", scale_block=64),
+         tokens=1),
     case("sinks alone", (2, 1), (64, 64), dict(bits=(2,), **LIMIT), dict(bits=(2,)), sinks=7, tokens=7),
-    case("63 tokens of large channels", (2, 1), (64, 64), dict(bits=(2,), magnitude=1e30, **LIMIT), dict(bits=(2,), magnitude=1e-30), tokens=63),
+    case("63 tokens of large channels", (2, 1), (64, 64), dict(bits=(2,), magnitude=1e30, **LIMIT),
+         dict(bits=(2,), magnitude=1e-30), tokens=63),
 ]
 
 
@@ -220,7 +236,8 @@ def extreme_tokens(rng, side, T):
 def test_extremes():
     """Tokens from the smallest denormals to the largest f32 give the packer's bytes and the decoder's values, from quantizers made in memory"""
     far = dict(bits=(2,), feedback=1, magnitude=1e37)  # errors that are infinite, and then NaN
-    for number, c in enumerate([case("channels near the end of f32", (2, 2), (64, 64), far, {**far, **LIMIT})] + CASES):
+    cases = [case("channels near the end of f32", (2, 2), (64, 64), far, {**far, **LIMIT})] + CASES
+    for number, c in enumerate(cases):
         rng, name = write_case(c, 200 + number)
         q = reader.quantizer(name)
         layer = q.layers[0]
