@@ -15,7 +15,7 @@ class Error(c.Structure):
 
 class CacheConfig(c.Structure):
     _fields_ = [("struct_size", c.c_size_t), ("n_pages", c.c_int), ("max_sequences", c.c_int),
-                ("max_tokens", c.c_int)]
+                ("max_tokens", c.c_int), ("reserved", c.c_int)]
 
 
 class ContextConfig(c.Structure):
@@ -147,7 +147,7 @@ class Cache:
             checked(h5.lowkey_quantizer_open, os.fsencode(quantizer), None, c.byref(self.quantizer))
         config = ContextConfig(c.sizeof(ContextConfig), None, isa)
         checked(self.core.lowkey_context_create, c.byref(config), c.byref(self.context))
-        config = CacheConfig(c.sizeof(CacheConfig), n_pages, max_sequences, 0)
+        config = CacheConfig(c.sizeof(CacheConfig), n_pages, max_sequences)
         checked(self.core.lowkey_cache_create, self.context, self.quantizer, c.byref(config), c.byref(self.cache))
 
     def close(self):
