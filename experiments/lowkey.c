@@ -2,11 +2,13 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "calib/command.h"
 #include "calib/fit.h"
 #include "experiments/bench.h"
 #include "experiments/blas_core.h"
 #include "experiments/commands.h"
 #include "experiments/files.h"
+#include "formats/file_h5.h"
 #include "runtime/lowkey.h"
 
 static const struct subcommand {
@@ -37,6 +39,17 @@ static const struct subcommand *find(const char *name)
     return s->name ? s : NULL;
 }
 
+/* Refuse files on which HDF5 itself crashes, before a command opens them. An argument may be FILE or --option=FILE. */
+static int probe_files(const char *command, int argc, char **argv)
+{
+    lowkey_error err;
+    for (int i = 1; i < argc; i++) {
+        const char *value = argv[i][0] == '-' ? strchr(argv[i], '=') : NULL;
+        if (lowkey_h5_probe(value ? value + 1 : argv[i], &err)) return lowkey_command_failed(command, &err);
+    }
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     lowkey_blas_core_choose(argv);
@@ -47,5 +60,5 @@ int main(int argc, char **argv)
     const struct subcommand *s = find(argv[asks_help ? 2 : 1]);
     if (!s) return fprintf(stderr, "lowkey: no command '%s'; see lowkey help\n", argv[asks_help ? 2 : 1]), 2;
     if (asks_help) return s->run(2, (char *[]){ argv[2], (char *)"--help", NULL });
-    return s->run(argc - 1, argv + 1);
+    return probe_files(s->name, argc - 1, argv + 1) ? 1 : s->run(argc - 1, argv + 1);
 }

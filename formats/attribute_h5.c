@@ -255,10 +255,13 @@ lowkey_status lowkey_h5_put_string(lowkey_h5 *file, const char *object, const ch
     if (strlen(value) > MAX_STRING || !is_utf8(value))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: %s: attribute %s: not UTF-8 of at most %d bytes", file->path, object, name,
                            MAX_STRING);
+    /* Of fixed length: those of variable length lie in a heap without checksums. */
+    const size_t length = strlen(value);
     LOWKEY_CLOSED hid_t type = H5Tcopy(H5T_C_S1);
-    H5Tset_size(type, H5T_VARIABLE);
+    H5Tset_size(type, length ? length : 1);
+    H5Tset_strpad(type, H5T_STR_NULLPAD);
     H5Tset_cset(type, H5T_CSET_UTF8);
-    return put(file, object, name, 1, type, &value, err);
+    return put(file, object, name, 1, type, value, err);
 }
 
 lowkey_status lowkey_h5_put_sha256(lowkey_h5 *file, const char *object, const char *name, const unsigned char value[32],

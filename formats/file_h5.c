@@ -76,7 +76,7 @@ lowkey_status lowkey_h5_blame(const lowkey_h5 *file, lowkey_status status, lowke
 
 /* ---- opening ---- */
 
-static lowkey_status check_regular(const char *path, lowkey_error *err)
+lowkey_status lowkey_h5_check_regular(const char *path, lowkey_error *err)
 {
     struct stat status;
     if (stat(path, &status) != 0) return lowkey_fail(err, LOWKEY_EIO, "%s: %s", path, strerror(errno));
@@ -128,7 +128,7 @@ lowkey_status lowkey_h5_open(const char *path, const char *schema, lowkey_h5 **o
 {
     LOWKEY_QUIET;
     *out = NULL;
-    LOWKEY_TRY(check_regular(path, err));
+    LOWKEY_TRY(lowkey_h5_check_regular(path, err));
     lowkey_h5 *file = calloc(1, sizeof *file);
     if (file) file->id = -1, file->fd = -1, file->path = strdup(path);
     lowkey_status status = file && file->path ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);

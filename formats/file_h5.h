@@ -30,6 +30,11 @@ lowkey_status lowkey_h5_blame(const lowkey_h5 *file, lowkey_status status, lowke
 
 /* ---- reading ---- */
 
+/* HDF5 itself may crash on a damaged file, or never come to an end. In a child process, open it as its schema is opened,
+ * and refuse it where that kills the child. For programs that open files of strangers; a file that is no HDF5 is
+ * good here. */
+lowkey_status lowkey_h5_probe(const char *path, lowkey_error *err);
+
 /* Opens and checks schema and version. schema NULL: any of ours. */
 lowkey_status lowkey_h5_open(const char *path, const char *schema, lowkey_h5 **out, lowkey_error *err);
 void lowkey_h5_close(lowkey_h5 *file); /* of a reader; takes NULL */

@@ -2,6 +2,7 @@
 #ifndef LOWKEY_PARTS_H5_H
 #define LOWKEY_PARTS_H5_H
 
+#define H5_USE_110_API /* for later versions of HDF5 */
 #include <hdf5.h>
 
 #include "formats/file_h5.h"
@@ -72,6 +73,9 @@ lowkey_h5_floats *lowkey_h5_data_new(lowkey_h5 *file, const char *dataset, lowke
 /* dims of -1 are filled in. */
 lowkey_status lowkey_h5_data_open(lowkey_h5 *file, const char *dataset, int want_int, int rank, int64_t *dims,
                                   unsigned flags, lowkey_h5_floats **out, lowkey_error *err);
+
+/* Is this a regular file that begins as HDF5 files do? */
+lowkey_status lowkey_h5_check_regular(const char *path, lowkey_error *err);
 
 /* Checks schema_version and created_by; writes schema_version. */
 lowkey_status lowkey_h5_check_version(lowkey_h5 *file, lowkey_error *err);
