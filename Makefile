@@ -91,6 +91,9 @@ build/model/wiki.%.tokens.h5: experiments/tokenize_text.py experiments/data/wiki
                                experiments/artefact.py $(gguf) | build/venv/.done
 	$(python) $< $(gguf) $(word 2,$^) $@ --name SmolLM2-135M-Instruct
 
+demo: all build/venv/.done
+	@scripts/demo.sh
+
 test: all $(tests) build/venv/.done $(models)
 	@$(CC) -std=c11 -pedantic -Wc++-compat -Werror -fsyntax-only runtime/lowkey.h
 	@B=$B SAN=$(SAN) tests/run.sh $(T)
@@ -104,6 +107,6 @@ bench-solvers: all build/venv-bench/.done
 
 clean:
 	rm -rf build/opt build/san build/lowkey
-.PHONY: all model test test-full bench-solvers clean
+.PHONY: all demo model test test-full bench-solvers clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

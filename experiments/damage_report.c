@@ -118,9 +118,9 @@ void lowkey_damage_print_table(const struct lowkey_damage_result *result, enum l
         const struct lowkey_layer_damage *layer = &result->formats[0].layers[l];
         for (int h = 0; h < result->info->layers[result->layers[l]].n_q_heads; h++) n_rows += layer->heads[h].n_rows;
     }
-    fprintf(to, "%s: %s, %d of %d layers, samples %d:%d of %s, %lld tokens, %llu queries of a head\n",
-            options->activations, result->info->model_name, result->n_layers, result->info->n_model_layers,
-            options->first_sample, options->end_sample, result->info->text_name,
+    fprintf(to, "%s, %d of %d layers; samples %d:%d of %s, %lld tokens; %llu rows, each a query of a head\n",
+            result->info->model_name, result->n_layers, result->info->n_model_layers, options->first_sample,
+            options->end_sample, result->info->text_name,
             (long long)(offsets[options->end_sample] - offsets[options->first_sample]), (unsigned long long)n_rows);
     fprintf(to, "%-20s %8s %7s %6s %7s %11s %10s %8s %10s %8s %9s %9s\n", "", "", "bits", "bits", "16 bits", "relative",
             "softmax", "standard", "relative", "top-1", "K rel.", "V rel.");

@@ -1,10 +1,11 @@
 """Plot what lowkey error measured: damage against bits per element.
 
-    plot_error.py ROWS.json OUT.png [TITLE]
+    plot_error.py ROWS OUT.png [TITLE]
 
-ROWS.json is the output of lowkey error --json. One point a format, softmax KL on the left, relative output error on the
+ROWS is what lowkey error --csv wrote (its name ends in .csv) or --json printed. One point a format, softmax KL on the left, relative output error on the
 right. Formats whose labels differ in their first number alone (nuq4, nuq3, nuq2) are one family: one colour, one line. A
 format of 16 bits is a number in the corner, not a point, so that the low bits have the room."""
+import csv
 import json
 import re
 import sys
@@ -18,6 +19,16 @@ from matplotlib.ticker import FuncFormatter
 METRICS = (("softmax_kl", "softmax KL from exact attention, nats", lambda y, _: f"{y:.10g}"),
            ("relative_output_error", "relative error of attention's output", lambda y, _: f"{100 * y:.10g} %"))
 MARKERS = "osD^vP*Xhp"
+
+
+NUMBERS = ("layer", "head", "bits_payload", "n_tokens", "fit_overlap") + tuple(metric for metric, *_ in METRICS)
+
+
+def read(path):
+    with open(path, newline="") as f:
+        if not path.endswith(".csv"):
+            return json.load(f)
+        return [row | {name: float(row[name]) if row[name] else None for name in NUMBERS} for row in csv.DictReader(f)]
 
 
 def families(rows):
@@ -51,7 +62,7 @@ def draw(axes, metric, name, write_tick, found, wide):
         drawn = [row for row in members if row[metric]]
         axes.plot([row["bits_payload"] for row in drawn], [row[metric] for row in drawn], color=colours(i % 10),
                   marker=MARKERS[i % len(MARKERS)], markersize=8, linewidth=1.2, alpha=0.9, label=family_name(members))
-    below = [f"{row['format']}, {row['bits_payload']:.0f} bits: {row[metric]:.1e}" for row in wide if row[metric] is not None]
+    below = [f"{row['format']}, {row['bits_payload']:.0f} bits: {row[metric]:.2g}" for row in wide if row[metric] is not None]
     axes.text(0.02, 0.03, "\n".join(below), transform=axes.transAxes, fontsize=9, color="0.25",
               bbox=dict(facecolor="white", edgecolor="0.8", boxstyle="round,pad=0.4") if below else None)
     axes.set_yscale("log")
@@ -67,13 +78,12 @@ def draw(axes, metric, name, write_tick, found, wide):
 
 def what(rows):
     settings, overlap = rows[0], any(row["fit_overlap"] for row in rows)
-    return (f"Attention damage: {settings['model_name']}, layers {settings['layers']}, {settings['n_tokens']:,} tokens of "
+    return (f"Attention damage: {settings['model_name']}, layers {settings['layers']}, {settings['n_tokens']:,.0f} tokens of "
             f"{settings['text_name']}, {'some of them fitted on' if overlap else 'none of them fitted on'}")
 
 
 def main(rows_path, out_path, title=None):
-    with open(rows_path) as f:
-        rows = json.load(f)
+    rows = read(rows_path)
     found, wide = families(rows)
     figure, axes = plt.subplots(1, 2, figsize=(12.5, 5.6), layout="constrained")
     for ax, metric in zip(axes, METRICS):
