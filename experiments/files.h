@@ -21,8 +21,12 @@ lowkey_status lowkey_file_check(const char *path, char summary[LOWKEY_SUMMARY_SI
  * objects with the same keys. The caller gives it up with json_decref. */
 lowkey_status lowkey_file_describe(const char *path, json_t **out, lowkey_error *err);
 
+/* Parts of it. */
+lowkey_status lowkey_describe_quantizer(const char *path, json_t *to, lowkey_error *err);
+json_t *lowkey_describe_geometry(const lowkey_layer_desc *layer);
+
 /* The same for people: numbers and strings a line each, arrays of objects as tables. Rows that differ in the first column
- * alone, a running number, become one. */
+ * alone, a running number, become one; columns that are the same in all rows are one line above. */
 void lowkey_print_description(const json_t *description);
 
 #endif

@@ -21,6 +21,7 @@ static const struct subcommand {
     { "error", lowkey_error_cmd, "what formats do to attention, from captured activations" },
     { "eval", lowkey_eval_cmd, "perplexity of a model on a text" },
     { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
+    { "inspect", lowkey_inspect_cmd, "show what is in any of our files" },
     { "check", lowkey_check_cmd, "validate any of our files" },
     { 0 },
 };

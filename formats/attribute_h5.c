@@ -103,6 +103,8 @@ lowkey_status lowkey_h5_check_version(lowkey_h5 *file, lowkey_error *err)
     if (major > LOWKEY_FORMAT_MAJOR)
         return lowkey_h5_fail(file, err, "/: %s version %" PRId64 ".%" PRId64 " is newer than %d.%d, which this program reads; "
                               "a newer lowkey is needed", file->schema, major, minor, LOWKEY_FORMAT_MAJOR, LOWKEY_FORMAT_MINOR);
+    file->major = (int)major;
+    file->minor = minor > INT32_MAX ? INT32_MAX : (int)minor;
     file->ignores_unknown = minor > LOWKEY_FORMAT_MINOR;
     char *created_by;
     LOWKEY_TRY(lowkey_h5_get_string(file, "/", "created_by", &created_by, err));

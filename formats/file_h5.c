@@ -56,6 +56,12 @@ const char *lowkey_h5_schema(const lowkey_h5 *file)
     return file->schema;
 }
 
+void lowkey_h5_version(const lowkey_h5 *file, int *major, int *minor)
+{
+    *major = file->major;
+    *minor = file->minor;
+}
+
 lowkey_status lowkey_h5_fail(const lowkey_h5 *file, lowkey_error *err, const char *format, ...)
 {
     char words[sizeof err->message];

@@ -39,6 +39,7 @@ lowkey_status lowkey_h5_probe(const char *path, lowkey_error *err);
 lowkey_status lowkey_h5_open(const char *path, const char *schema, lowkey_h5 **out, lowkey_error *err);
 void lowkey_h5_close(lowkey_h5 *file); /* of a reader; takes NULL */
 const char *lowkey_h5_schema(const lowkey_h5 *file);
+void lowkey_h5_version(const lowkey_h5 *file, int *major, int *minor);
 
 /* Refuse objects of a group, and attributes, that the lists (ended by NULL) do not name; either list NULL: not looked
  * at. A file of a greater minor version than ours may hold others. Of the root, schema, schema_version and created_by

@@ -13,6 +13,7 @@ struct lowkey_model_layer {       /* matrices are [outputs][inputs]; NULL: the m
 
 typedef struct lowkey_model {
     int n_layers, hidden_size, intermediate_size, vocab_size;
+    int64_t n_parameters;                         /* elements of all tensors, tied ones once */
     double rms_norm_eps;
     int tied_output, attention_bias, qk_norm, bos_token_id, eos_token_id;
     char *name, *source, *license;

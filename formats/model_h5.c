@@ -189,6 +189,13 @@ static lowkey_status compare_hash(const char *path, const lowkey_model *model, l
                        path, found, expected);
 }
 
+static lowkey_status count_tensor(void *n, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err)
+{
+    (void)path, (void)values, (void)err;
+    *(int64_t *)n += dims[0] * (rank == 1 ? 1 : dims[1]);
+    return LOWKEY_OK;
+}
+
 /* Opens a file and reads all but the weights. */
 static lowkey_status begin(const char *path, lowkey_h5 **file, lowkey_model **model, lowkey_error *err)
 {
@@ -198,7 +205,7 @@ static lowkey_status begin(const char *path, lowkey_h5 **file, lowkey_model **mo
     lowkey_status status = *model ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
     if (!status) status = read_attributes(*file, *model, err);
     if (!status) status = read_geometries(*file, *model, err);
-    if (!status) return LOWKEY_OK;
+    if (!status) return for_each_tensor(*model, count_tensor, &(*model)->n_parameters, err);
     lowkey_h5_close(*file);
     lowkey_model_free(*model);
     *model = NULL;
