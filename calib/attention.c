@@ -166,8 +166,16 @@ static void weigh_row(const struct job *job, struct work *w, size_t j, const flo
     float *a = w->a + j * n, norm = 0;
     for (size_t c = 0; c < V; c++) norm += w->o[j * V + c] * w->o[j * V + c];
     for (size_t t = 0; t < n; t++) {
-        const float p = w->p[j * n + t] * scale, distance = w->norm[t] + a[t] + norm;
-        a[t] = p * p * (distance > 0 ? distance : 0);
+        const float p = w->p[j * n + t] * scale, sum = w->norm[t] + norm;
+        float distance = sum + a[t];
+        if (!(distance > 0x1p-8f * sum)) { /* a token that the query sees almost alone: the sum has cancelled */
+            distance = 0;
+            for (size_t c = 0; c < V; c++) {
+                const float d = job->value[t * V + c] - w->o[j * V + c];
+                distance += d * d;
+            }
+        }
+        a[t] = p * p * distance;
     }
     make_features(job->desc, q + j * D, w->features + j * feature_count(job->desc));
     if (job->moments) add_pairs(job, w, q + j * D, a, visible);
