@@ -19,7 +19,7 @@ enum {
     ROWS = 512,           /* tokens read at once */
     SHARED_AT_ONCE = 16,  /* channels with bins of their own at one time */
 };
-static const int64_t block_bytes = INT64_C(320) << 20, jobs_bytes = INT64_C(384) << 20;
+static const int64_t usual_bytes = INT64_C(320) << 20, jobs_bytes = INT64_C(384) << 20;
 
 struct shared { /* the values of channels that share a codebook */
     struct lowkey_mass bins[N_BINS];
@@ -171,9 +171,10 @@ static void share(struct column *column)
     const double factor = unit * (fit->options->normalised_units ? 1 : scale * scale);
     memset(column->shared, 0, sizeof *column->shared);
     for (int64_t i = 0; i < column->n; i++) {
-        const double u = fmin(fmax(((double)column->x[i] - zero) / scale, -1), 1);
+        double u = ((double)column->x[i] - zero) / scale;
+        u = u < -1 ? -1 : u > 1 ? 1 : u;
         const double weight = factor * (column->w ? (double)column->w[i] : 1);
-        const int bin = (int)fmin((u + 1) * (N_BINS / 2), N_BINS - 1);
+        const int at = (int)((u + 1) * (N_BINS / 2)), bin = at < N_BINS ? at : N_BINS - 1;
         column->shared->bins[bin].weight += weight;
         column->shared->bins[bin].moment += weight * u;
         column->shared->square += weight * u * u;
@@ -374,6 +375,7 @@ static lowkey_status run_pass(struct pass *pass, lowkey_error *err)
     const int64_t n_tokens = fit->captures->n_tokens;
     /* on normalised values even equal weights differ: by the square of the token's scale */
     const int has_weights = fit->weights.source != LOWKEY_WEIGHTS_NONE || (fit->grids && !fit->options->normalised_units);
+    const int64_t block_bytes = fit->options->column_bytes ? fit->options->column_bytes : usual_bytes;
     const int64_t fitting = block_bytes / (n_tokens * 4 * (1 + has_weights));
     const size_t at_once = fitting < 1 ? 1 : fitting < (int64_t)fit->n_channels ? (size_t)fitting : fit->n_channels;
     pass->x = malloc(at_once * (size_t)n_tokens * sizeof(float));

@@ -2,6 +2,8 @@
 #ifndef LOWKEY_FIT_H
 #define LOWKEY_FIT_H
 
+#include <stdint.h>
+
 #include "formats/quantizer_file.h"
 #include "runtime/lowkey.h"
 
@@ -39,6 +41,7 @@ struct lowkey_fit_options {
     int normalised_units;            /* weights count on normalised values, as KVQuant's public code has it */
     double damp;
     int n_threads;
+    int64_t column_bytes;            /* of values loaded at once; 0: 320 MiB */
 };
 
 struct lowkey_fit_options lowkey_fit_defaults(void); /* 4 bits, static tables per channel, no outliers */

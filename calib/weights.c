@@ -9,34 +9,26 @@
 
 #include "runtime/error.h"
 
-static double relative(const struct lowkey_weight_shape *shape, float raw)
-{
-    const double share = fabs((double)raw) / shape->largest, weight = shape->square ? share * share : share;
-    return weight < 0x1p-40 ? 0 : weight;
-}
-
 void lowkey_weight_learn(int64_t n, const float *raw, int square, double clip, double floor,
                          struct lowkey_weight_shape *shape)
 {
     *shape = (struct lowkey_weight_shape){ .square = square, .clip = HUGE_VAL, .mean = 1 };
-    for (int64_t i = 0; raw && i < n; i++) shape->largest = fmax(shape->largest, fabs((double)raw[i]));
-    if (!(shape->largest > 0)) return;
+    float largest = 0;
+    for (int64_t i = 0; raw && i < n; i++) largest = fabsf(raw[i]) > largest ? fabsf(raw[i]) : largest;
+    if (!(largest > 0)) return;
+    shape->largest = (double)largest;
     double sum = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const double weight = relative(shape, raw[i]);
+    for (int64_t i = 0; i < n; i++) { /* neither clip nor floor yet */
+        const float weight = lowkey_weight_made(shape, raw[i]);
         shape->any_tiny |= weight == 0 && raw[i] != 0;
-        sum += weight;
+        sum += (double)weight;
     }
-    if (clip > 0) shape->clip = clip * sum / (double)n;
-    if (floor > 0) shape->floor = floor * sum / (double)n;
+    const double mean = sum / (double)n;
+    if (clip > 0) shape->clip = clip * mean;
+    if (floor > 0) shape->floor = floor * mean;
     sum = 0;
     for (int64_t i = 0; i < n; i++) sum += (double)lowkey_weight_made(shape, raw[i]);
     shape->mean = sum / (double)n;
-}
-
-float lowkey_weight_made(const struct lowkey_weight_shape *shape, float raw)
-{
-    return shape->largest > 0 ? (float)fmin(fmax(relative(shape, raw), shape->floor), shape->clip) : 1;
 }
 
 double lowkey_weight_unit(const struct lowkey_weight_shape *shape)

@@ -17,8 +17,17 @@ struct lowkey_weight_shape {
 /* clip and floor in multiples of the channel's mean; 0: none. raw NULL: all 1. */
 void lowkey_weight_learn(int64_t n, const float *raw, int square, double clip, double floor,
                          struct lowkey_weight_shape *shape);
-/* The weight made of a raw one, relative to the largest of its channel: 0 to 1. */
-float lowkey_weight_made(const struct lowkey_weight_shape *shape, float raw);
+/* The weight made of a raw one, relative to the largest of its channel: 0 to 1. In the header, as it is asked for
+ * several times an element. */
+static inline float lowkey_weight_made(const struct lowkey_weight_shape *shape, float raw)
+{
+    if (!(shape->largest > 0)) return 1;
+    const double share = (raw < 0 ? -(double)raw : (double)raw) / shape->largest;
+    double weight = shape->square ? share * share : share;
+    if (weight < 0x1p-40) weight = 0;
+    if (weight < shape->floor) weight = shape->floor;
+    return (float)(weight > shape->clip ? shape->clip : weight);
+}
 /* The largest weight of the channel: what makes weights of different channels comparable; 0 where all are zero. */
 double lowkey_weight_unit(const struct lowkey_weight_shape *shape);
 
