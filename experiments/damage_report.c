@@ -1,5 +1,5 @@
-/* damage_report.c - rows of a result: a format as a whole, then by layer, then by query head, as detailed as asked. A row
- * is made once (struct row); the table, JSON and CSV are ways to print it. */
+/* damage_report.c - rows of a result: a format as a whole, then by layer, then by query head, as detailed as
+ * asked. A row is made once (struct row); the table, JSON and CSV are ways to print it. */
 #include "experiments/damage_report.h"
 
 #include <jansson.h>
@@ -11,11 +11,11 @@
 struct row {
     const struct lowkey_damage_result *result;
     const struct lowkey_format_damage *format;
-    int layer, head;                    /* numbers in the model; -1: all */
+    int layer, head; /* numbers in the model; -1: all */
     struct lowkey_damage damage;
     struct lowkey_distortion key, value;
-    lowkey_cache_usage payload;         /* as measured; no elements: a head alone has none of its own */
-    lowkey_cache_usage stated;          /* at the stated length, without outliers */
+    lowkey_cache_usage payload; /* as measured; no elements: a head alone has none of its own */
+    lowkey_cache_usage stated; /* at the stated length, without outliers */
 };
 
 typedef int row_fn(void *arg, const struct row *row); /* 0: stop, it failed */
@@ -32,19 +32,26 @@ static void add_layer(struct row *row, const struct lowkey_layer_damage *layer, 
     lowkey_payload_add(&row->payload, &layer->payload);
 }
 
-static int layer_rows(const struct lowkey_damage_result *result, const struct lowkey_format_damage *format, int l,
-                      enum lowkey_damage_detail detail, row_fn *give, void *arg)
+static int layer_rows(const struct lowkey_damage_result *result, const struct lowkey_format_damage *format,
+                      int l, enum lowkey_damage_detail detail, row_fn *give, void *arg)
 {
     const lowkey_layer_desc *geometry = &result->info->layers[result->layers[l]];
     const struct lowkey_layer_damage *layer = &format->layers[l];
     const int q_per_kv = geometry->n_q_heads / geometry->n_kv_heads;
-    struct row row = { .result = result, .format = format, .layer = geometry->index, .head = -1,
+    struct row row = { .result = result,
+                       .format = format,
+                       .layer = geometry->index,
+                       .head = -1,
                        .stated = format->layer_stated[l] };
     add_layer(&row, layer, geometry->n_q_heads, geometry->n_kv_heads);
     if (!give(arg, &row)) return 0;
     for (int h = 0; detail == LOWKEY_DAMAGE_PER_HEAD && h < geometry->n_q_heads; h++) {
-        const struct row head = { .result = result, .format = format, .layer = geometry->index, .head = h,
-                                  .damage = layer->heads[h], .key = layer->key[h / q_per_kv],
+        const struct row head = { .result = result,
+                                  .format = format,
+                                  .layer = geometry->index,
+                                  .head = h,
+                                  .damage = layer->heads[h],
+                                  .key = layer->key[h / q_per_kv],
                                   .value = layer->value[h / q_per_kv] };
         if (!give(arg, &head)) return 0;
     }
@@ -52,10 +59,14 @@ static int layer_rows(const struct lowkey_damage_result *result, const struct lo
 }
 
 /* First every format as a whole, then, where asked, format by format its layers and their heads. */
-static int each_row(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, row_fn *give, void *arg)
+static int each_row(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, row_fn *give,
+                    void *arg)
 {
     for (int f = 0; f < result->n_formats; f++) {
-        struct row row = { .result = result, .format = &result->formats[f], .layer = -1, .head = -1,
+        struct row row = { .result = result,
+                           .format = &result->formats[f],
+                           .layer = -1,
+                           .head = -1,
                            .stated = result->formats[f].stated };
         for (int l = 0; l < result->n_layers; l++) {
             const lowkey_layer_desc *geometry = &result->info->layers[result->layers[l]];
@@ -69,7 +80,8 @@ static int each_row(const struct lowkey_damage_result *result, enum lowkey_damag
     return 1;
 }
 
-/* At the stated length. Outliers are as frequent there among packed tokens, which sinks are not, as they were measured. */
+/* At the stated length. Outliers are as frequent there among packed tokens, which sinks are not, as they were
+ * measured. */
 static double bits_payload(const struct row *row)
 {
     const lowkey_cache_usage *stated = &row->stated, *measured = &row->payload;
@@ -77,7 +89,8 @@ static double bits_payload(const struct row *row)
     const double packed = (double)measured->elements - (double)measured->sinks_bytes / 2;
     const double stated_packed = (double)stated->elements - (double)stated->sinks_bytes / 2;
     const double outliers = packed > 0 ? (double)measured->outliers / packed * stated_packed : 0;
-    const uint64_t bytes = stated->codes_bytes + stated->scales_bytes + stated->outliers_bytes + stated->sinks_bytes;
+    const uint64_t bytes = stated->codes_bytes + stated->scales_bytes + stated->outliers_bytes +
+                           stated->sinks_bytes;
     return 8 * ((double)bytes + 4 * outliers) / (double)stated->elements;
 }
 
@@ -101,14 +114,16 @@ static int table_line(void *arg, const struct row *row)
         fprintf(to, "%7.2f %6.2f %6.2fx ", bits_payload(row), held, 16 / held);
     else
         fprintf(to, "%7s %6s %7s ", "", "", "");
-    fprintf(to, "%11.3g %10.3g %8.1g %10.3g %7.2f%% %9.3g %9.3g%s\n", lowkey_relative_logit_error(&row->damage), kl,
-            lowkey_softmax_kl_stderr(&row->damage), lowkey_relative_output_error(&row->damage),
-            100 * lowkey_flip_rate(&row->damage), lowkey_relative_mse(&row->key), lowkey_relative_mse(&row->value),
+    fprintf(to, "%11.3g %10.3g %8.1g %10.3g %7.2f%% %9.3g %9.3g%s\n",
+            lowkey_relative_logit_error(&row->damage), kl, lowkey_softmax_kl_stderr(&row->damage),
+            lowkey_relative_output_error(&row->damage), 100 * lowkey_flip_rate(&row->damage),
+            lowkey_relative_mse(&row->key), lowkey_relative_mse(&row->value),
             row->format->fit_overlap ? "  *" : "");
     return 1;
 }
 
-void lowkey_damage_print_table(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, FILE *to)
+void lowkey_damage_print_table(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail,
+                               FILE *to)
 {
     const struct lowkey_damage_options *options = &result->options;
     const int64_t *offsets = result->info->sample_offsets;
@@ -116,21 +131,23 @@ void lowkey_damage_print_table(const struct lowkey_damage_result *result, enum l
     int overlap = 0;
     for (int l = 0; l < result->n_layers; l++) {
         const struct lowkey_layer_damage *layer = &result->formats[0].layers[l];
-        for (int h = 0; h < result->info->layers[result->layers[l]].n_q_heads; h++) n_rows += layer->heads[h].n_rows;
+        for (int h = 0; h < result->info->layers[result->layers[l]].n_q_heads; h++)
+            n_rows += layer->heads[h].n_rows;
     }
     fprintf(to, "%s, %d of %d layers; samples %d:%d of %s, %lld tokens; %llu rows, each a query of a head\n",
             result->info->model_name, result->n_layers, result->info->n_model_layers, options->first_sample,
             options->end_sample, result->info->text_name,
-            (long long)(offsets[options->end_sample] - offsets[options->first_sample]), (unsigned long long)n_rows);
-    fprintf(to, "%-20s %8s %7s %6s %7s %11s %10s %8s %10s %8s %9s %9s\n", "", "", "bits", "bits", "16 bits", "relative",
-            "softmax", "standard", "relative", "top-1", "K rel.", "V rel.");
+            (long long)(offsets[options->end_sample] - offsets[options->first_sample]),
+            (unsigned long long)n_rows);
+    fprintf(to, "%-20s %8s %7s %6s %7s %11s %10s %8s %10s %8s %9s %9s\n", "", "", "bits", "bits", "16 bits",
+            "relative", "softmax", "standard", "relative", "top-1", "K rel.", "V rel.");
     fprintf(to, "%-20s %-8s %7s %6s %7s %11s %10s %8s %10s %8s %9s %9s\n", "format",
-            detail == LOWKEY_DAMAGE_SUMMARY ? "" : "layer hd", "payload", "held", "/ held", "logit error", "KL, nats",
-            "error", "out. error", "flips", "MSE", "MSE");
+            detail == LOWKEY_DAMAGE_SUMMARY ? "" : "layer hd", "payload", "held", "/ held", "logit error",
+            "KL, nats", "error", "out. error", "flips", "MSE", "MSE");
     each_row(result, detail, table_line, to);
     for (int f = 0; f < result->n_formats; f++) overlap |= result->formats[f].fit_overlap;
-    fprintf(to, "bits: of an element at %d tokens, %d sequence; outliers as frequent as here\n", LOWKEY_STATED_TOKENS,
-            LOWKEY_STATED_SEQUENCES);
+    fprintf(to, "bits: of an element at %d tokens, %d sequence; outliers as frequent as here\n",
+            LOWKEY_STATED_TOKENS, LOWKEY_STATED_SEQUENCES);
     if (overlap) fprintf(to, "* fitted on some of these samples\n");
 }
 
@@ -244,7 +261,8 @@ static int append_row(void *array, const struct row *row)
     return json_array_append_new(array, make_cells(row)) == 0;
 }
 
-int lowkey_damage_print_json(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, FILE *to)
+int lowkey_damage_print_json(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail,
+                             FILE *to)
 {
     json_t *rows = json_array();
     const int good = rows && each_row(result, detail, append_row, rows) &&
@@ -285,7 +303,8 @@ static int csv_line(void *arg, const struct row *row)
     if (!cells) return 0;
     const char *comma = "";
     if (!csv->has_names) {
-        json_object_foreach(cells, name, value) {
+        json_object_foreach(cells, name, value)
+        {
             fprintf(csv->to, "%s%s", comma, name);
             comma = ",";
         }
@@ -293,7 +312,8 @@ static int csv_line(void *arg, const struct row *row)
         csv->has_names = 1;
     }
     comma = "";
-    json_object_foreach(cells, name, value) {
+    json_object_foreach(cells, name, value)
+    {
         fputs(comma, csv->to);
         print_csv_cell(value, csv->to);
         comma = ",";
@@ -303,7 +323,8 @@ static int csv_line(void *arg, const struct row *row)
     return 1;
 }
 
-int lowkey_damage_print_csv(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, FILE *to)
+int lowkey_damage_print_csv(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail,
+                            FILE *to)
 {
     struct csv csv = { .to = to };
     return each_row(result, detail, csv_line, &csv);

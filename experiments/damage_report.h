@@ -8,13 +8,16 @@
 
 enum lowkey_damage_detail { LOWKEY_DAMAGE_SUMMARY, LOWKEY_DAMAGE_PER_LAYER, LOWKEY_DAMAGE_PER_HEAD };
 
-void lowkey_damage_print_table(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, FILE *to);
+void lowkey_damage_print_table(const struct lowkey_damage_result *result,
+                               enum lowkey_damage_detail detail, FILE *to);
 
 /* One array of flat objects, one a row, every row with all its settings. What a row has not is null (a head's
  * bits, an infinite ratio). 0: no memory, or a name that is not UTF-8. Write errors stay in the stream. */
-int lowkey_damage_print_json(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, FILE *to);
+int lowkey_damage_print_json(const struct lowkey_damage_result *result,
+                             enum lowkey_damage_detail detail, FILE *to);
 
 /* The same rows and columns, a line of names first; null is empty. */
-int lowkey_damage_print_csv(const struct lowkey_damage_result *result, enum lowkey_damage_detail detail, FILE *to);
+int lowkey_damage_print_csv(const struct lowkey_damage_result *result,
+                            enum lowkey_damage_detail detail, FILE *to);
 
 #endif

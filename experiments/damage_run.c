@@ -1,6 +1,7 @@
-/* damage_run.c - goes through the layers and samples of a capture, one at a time: reads them, has the exact side made
- * once (threads share its KV heads), then every format measured (threads share the formats). HDF5 stays on the calling
- * thread; a format's sums are added by one thread, in the order of samples, whatever the number of threads. */
+/* damage_run.c - goes through the layers and samples of a capture, one at a time: reads them, has the exact
+ * side made once (threads share its KV heads), then every format measured (threads share the formats). HDF5
+ * stays on the calling thread; a format's sums are added by one thread, in the order of samples, whatever the
+ * number of threads. */
 #include "experiments/damage_run.h"
 
 #include <cblas.h>
@@ -70,7 +71,8 @@ static lowkey_status select_layers(const struct lowkey_damage_result *result, co
         int place = 0;
         while (place < desc.n_layers && desc.layers[place].index != index) place++;
         if (place == desc.n_layers)
-            status = lowkey_fail(err, LOWKEY_EINVAL, "%s: has no layer %d; --layers picks those to measure", path, index);
+            status = lowkey_fail(err, LOWKEY_EINVAL, "%s: has no layer %d; --layers picks those to measure",
+                                 path, index);
         else
             layers[i] = desc.layers[place];
     }
@@ -85,7 +87,9 @@ static lowkey_status open_16bit(const struct lowkey_damage_result *result, lowke
                                 struct lowkey_format_damage *format, lowkey_error *err)
 {
     const struct lowkey_activations_info *info = result->info;
-    lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = info->n_layers, .layers = info->layers,
+    lowkey_quantizer_desc desc = { .struct_size = sizeof desc,
+                                   .n_layers = info->n_layers,
+                                   .layers = info->layers,
                                    .model_name = info->model_name };
     memcpy(desc.model_sha256, info->model_sha256, sizeof desc.model_sha256);
     lowkey_quantizer *whole;
@@ -100,7 +104,9 @@ static int count_overlap(const struct lowkey_damage_result *result, const struct
     int n = 0;
     for (int s = result->options.first_sample; s < result->options.end_sample; s++) {
         int i = 0; /* a sample may be in a fit twice */
-        while (i < record->n_samples && memcmp(record->sample_sha256[i], result->info->sample_sha256[s], 32) != 0) i++;
+        while (i < record->n_samples &&
+               memcmp(record->sample_sha256[i], result->info->sample_sha256[s], 32) != 0)
+            i++;
         n += i < record->n_samples;
     }
     return n;
@@ -116,8 +122,10 @@ static lowkey_status open_file(const struct lowkey_damage_result *result, struct
     format->fit_overlap = count_overlap(result, record);
     lowkey_status status = select_layers(result, format->path, whole, &format->quantizer, err);
     if (status == LOWKEY_OK) {
-        const struct lowkey_identity captured = lowkey_identity_of_activations(result->options.activations, result->info);
-        struct lowkey_identity fitted = lowkey_identity_of_quantizer(format->path, lowkey_quantizer_describe(format->quantizer));
+        const struct lowkey_identity captured = lowkey_identity_of_activations(result->options.activations,
+                                                                               result->info);
+        struct lowkey_identity fitted = lowkey_identity_of_quantizer(
+            format->path, lowkey_quantizer_describe(format->quantizer));
         fitted.n_model_layers = record->n_model_layers;
         status = lowkey_identity_check(&captured, &fitted, 0, err);
     }
@@ -145,14 +153,16 @@ static lowkey_status open_format(const struct lowkey_damage_result *result, cons
     name_format(text, format);
     format->layers = lowkey_take(result->n_layers, 1, 1, sizeof *format->layers);
     format->layer_stated = lowkey_take(result->n_layers, 1, 1, sizeof *format->layer_stated);
-    if (!format->label || !format->layers || !format->layer_stated) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", text);
+    if (!format->label || !format->layers || !format->layer_stated)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", text);
     for (int i = 0; i < result->n_layers; i++) {
         const lowkey_layer_desc *layer = &result->info->layers[result->layers[i]];
         struct lowkey_layer_damage *damage = &format->layers[i];
         damage->heads = lowkey_take(layer->n_q_heads, 1, 1, sizeof *damage->heads);
         damage->key = lowkey_take(layer->n_kv_heads, 1, 1, sizeof *damage->key);
         damage->value = lowkey_take(layer->n_kv_heads, 1, 1, sizeof *damage->value);
-        if (!damage->heads || !damage->key || !damage->value) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", text);
+        if (!damage->heads || !damage->key || !damage->value)
+            return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", text);
     }
     if (strcmp(format->path, "f16") == 0) return open_16bit(result, LOWKEY_RULE_F16, format, err);
     if (strcmp(format->path, "bf16") == 0) return open_16bit(result, LOWKEY_RULE_BF16, format, err);
@@ -183,21 +193,23 @@ static lowkey_status read_queries(const struct lowkey_damage_result *result, int
     const lowkey_layer_desc *layer = sample->capture.layer;
     const size_t row = (size_t)layer->n_q_heads * (size_t)layer->key_head_dim;
     float *run = lowkey_take(RUN, (int64_t)row, 1, sizeof *run);
-    lowkey_status status = run ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "layer %d: no memory", layer->index);
+    lowkey_status status = run ? LOWKEY_OK
+                               : lowkey_fail(err, LOWKEY_ENOMEM, "layer %d: no memory", layer->index);
     for (int t = 0, j = 0; status == LOWKEY_OK && t < sample->capture.n_tokens; t += RUN) {
         const int n = sample->capture.n_tokens - t < RUN ? sample->capture.n_tokens - t : RUN;
         if (sample->positions[j] >= t + n) continue;
         status = lowkey_activations_read(result->activations, place, LOWKEY_QUERY, first_token + t, n, 0,
                                          layer->n_q_heads, run, err);
         for (; status == LOWKEY_OK && j < sample->capture.n_queries && sample->positions[j] < t + n; j++)
-            memcpy(sample->query + (size_t)j * row, run + (size_t)(sample->positions[j] - t) * row, row * sizeof *run);
+            memcpy(sample->query + (size_t)j * row, run + (size_t)(sample->positions[j] - t) * row,
+                   row * sizeof *run);
     }
     free(run);
     return status;
 }
 
-static lowkey_status read_sample(const struct lowkey_damage_result *result, int place, int s, struct sample *sample,
-                                 lowkey_error *err)
+static lowkey_status read_sample(const struct lowkey_damage_result *result, int place, int s,
+                                 struct sample *sample, lowkey_error *err)
 {
     const lowkey_layer_desc *layer = &result->info->layers[place];
     const int64_t first = result->info->sample_offsets[s];
@@ -208,16 +220,23 @@ static lowkey_status read_sample(const struct lowkey_damage_result *result, int 
     sample->value = lowkey_take(n_tokens, layer->n_kv_heads, layer->value_head_dim, sizeof *sample->value);
     sample->query = lowkey_take(n_queries, layer->n_q_heads, layer->key_head_dim, sizeof *sample->query);
     if (!sample->positions || !sample->key || !sample->value || !sample->query)
-        return lowkey_fail(err, LOWKEY_ENOMEM, "layer %d: no memory for a sample of %d tokens", layer->index, n_tokens);
-    for (int j = 0; j < n_queries; j++) sample->positions[j] = (int)((int64_t)(j + 1) * n_tokens / n_queries - 1);
-    sample->capture = (struct lowkey_capture){
-        .layer = layer, .n_tokens = n_tokens, .n_queries = n_queries, .positions = sample->positions,
-        .key = sample->key, .value = sample->value, .query = sample->query,
+        return lowkey_fail(err, LOWKEY_ENOMEM, "layer %d: no memory for a sample of %d tokens", layer->index,
+                           n_tokens);
+    for (int j = 0; j < n_queries; j++)
+        sample->positions[j] = (int)((int64_t)(j + 1) * n_tokens / n_queries - 1);
+    sample->capture = (struct lowkey_capture) {
+        .layer = layer,
+        .n_tokens = n_tokens,
+        .n_queries = n_queries,
+        .positions = sample->positions,
+        .key = sample->key,
+        .value = sample->value,
+        .query = sample->query,
     };
-    LOWKEY_TRY(lowkey_activations_read(result->activations, place, LOWKEY_KEY, first, n_tokens, 0, layer->n_kv_heads,
-                                       sample->key, err));
-    LOWKEY_TRY(lowkey_activations_read(result->activations, place, LOWKEY_VALUE, first, n_tokens, 0, layer->n_kv_heads,
-                                       sample->value, err));
+    LOWKEY_TRY(lowkey_activations_read(result->activations, place, LOWKEY_KEY, first, n_tokens, 0,
+                                       layer->n_kv_heads, sample->key, err));
+    LOWKEY_TRY(lowkey_activations_read(result->activations, place, LOWKEY_VALUE, first, n_tokens, 0,
+                                       layer->n_kv_heads, sample->value, err));
     return read_queries(result, place, first, sample, err);
 }
 
@@ -233,8 +252,8 @@ struct format_job {
 static void measure_format(void *of, int f)
 {
     const struct format_job *job = of;
-    lowkey_damage_measure(job->exact, job->quantizers[f], job->n_threads_each, &job->result->formats[f].layers[job->l],
-                          &job->errors[f]);
+    lowkey_damage_measure(job->exact, job->quantizers[f], job->n_threads_each,
+                          &job->result->formats[f].layers[job->l], &job->errors[f]);
 }
 
 static lowkey_status measure_sample(struct lowkey_damage_result *result, int l, int s,
@@ -248,12 +267,14 @@ static lowkey_status measure_sample(struct lowkey_damage_result *result, int l, 
     if (status == LOWKEY_OK) status = read_sample(result, result->layers[l], s, &sample, err);
     if (status == LOWKEY_OK) status = lowkey_exact_create(&sample.capture, n_threads, &exact, err);
     if (status == LOWKEY_OK) {
-        struct format_job job = { result, exact, l, n_threads > n_formats ? n_threads / n_formats : 1, quantizers, errors };
+        struct format_job job = { result,     exact, l, n_threads > n_formats ? n_threads / n_formats : 1,
+                                  quantizers, errors };
         lowkey_threads_run((void *)&n_threads, n_formats, measure_format, &job);
     }
     for (int f = 0; status == LOWKEY_OK && f < n_formats; f++)
         if (errors[f].status != LOWKEY_OK)
-            status = lowkey_fail(err, errors[f].status, "%s, sample %d: %s", result->formats[f].path, s, errors[f].message);
+            status = lowkey_fail(err, errors[f].status, "%s, sample %d: %s", result->formats[f].path, s,
+                                 errors[f].message);
     lowkey_exact_free(exact);
     free_sample(&sample);
     free(errors);
@@ -263,7 +284,8 @@ static lowkey_status measure_sample(struct lowkey_damage_result *result, int l, 
 /* ---- the whole ---- */
 
 /* A cache holds every layer of its quantizer; here only one is used at a time. */
-static lowkey_status single_layer(const lowkey_quantizer *from, int l, lowkey_quantizer **out, lowkey_error *err)
+static lowkey_status single_layer(const lowkey_quantizer *from, int l, lowkey_quantizer **out,
+                                  lowkey_error *err)
 {
     lowkey_quantizer_desc desc = *lowkey_quantizer_describe(from);
     desc.layers += l;
@@ -271,16 +293,20 @@ static lowkey_status single_layer(const lowkey_quantizer *from, int l, lowkey_qu
     return lowkey_quantizer_create(&desc, NULL, out, err);
 }
 
-static lowkey_status state_bits(const lowkey_quantizer *quantizer, lowkey_cache_usage *usage, lowkey_error *err)
+static lowkey_status state_bits(const lowkey_quantizer *quantizer, lowkey_cache_usage *usage,
+                                lowkey_error *err)
 {
-    const lowkey_cache_config config = { .struct_size = sizeof config, .max_sequences = LOWKEY_STATED_SEQUENCES,
-                                         .n_pages = LOWKEY_STATED_SEQUENCES * LOWKEY_STATED_TOKENS / LOWKEY_PAGE_TOKENS };
+    const lowkey_cache_config config = { .struct_size = sizeof config,
+                                         .max_sequences = LOWKEY_STATED_SEQUENCES,
+                                         .n_pages = LOWKEY_STATED_SEQUENCES * LOWKEY_STATED_TOKENS /
+                                                    LOWKEY_PAGE_TOKENS };
     usage->struct_size = sizeof *usage;
-    return lowkey_cache_estimate(quantizer, &config, LOWKEY_STATED_SEQUENCES, LOWKEY_STATED_TOKENS, usage, err);
+    return lowkey_cache_estimate(quantizer, &config, LOWKEY_STATED_SEQUENCES, LOWKEY_STATED_TOKENS, usage,
+                                 err);
 }
 
-static lowkey_status measure_layer(struct lowkey_damage_result *result, int l, struct lowkey_progress *progress,
-                                   double *done, lowkey_error *err)
+static lowkey_status measure_layer(struct lowkey_damage_result *result, int l,
+                                   struct lowkey_progress *progress, double *done, lowkey_error *err)
 {
     lowkey_quantizer **quantizers = lowkey_take(result->n_formats, 1, 1, sizeof *quantizers);
     lowkey_status status = quantizers ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "no memory");
@@ -308,15 +334,17 @@ static lowkey_status prepare(struct lowkey_damage_result *result, lowkey_error *
     LOWKEY_TRY(lowkey_activations_open(options->activations, &result->activations, err));
     result->info = lowkey_activations_describe(result->activations);
     if (!(result->info->contents & 1u << LOWKEY_QUERY))
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: holds no queries, and attention damage needs them", options->activations);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: holds no queries, and attention damage needs them",
+                           options->activations);
     LOWKEY_TRY(pick_layers(result, err));
     LOWKEY_TRY(pick_samples(result, err));
-    LOWKEY_TRY(lowkey_context_create(&(lowkey_context_config){ .struct_size = sizeof(lowkey_context_config) },
-                                     &result->context, err));
+    LOWKEY_TRY(lowkey_context_create(
+        &(lowkey_context_config) { .struct_size = sizeof(lowkey_context_config) }, &result->context, err));
     result->isa = lowkey_context_isa(result->context);
     result->n_formats = options->n_formats;
     result->formats = lowkey_take(result->n_formats, 1, 1, sizeof *result->formats);
-    if (!result->formats) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d formats", result->n_formats);
+    if (!result->formats)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d formats", result->n_formats);
     for (int f = 0; f < result->n_formats; f++) {
         struct lowkey_format_damage *format = &result->formats[f];
         LOWKEY_TRY(open_format(result, options->formats[f], format, err));
@@ -325,15 +353,16 @@ static lowkey_status prepare(struct lowkey_damage_result *result, lowkey_error *
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_damage_run(const struct lowkey_damage_options *options, struct lowkey_damage_result **out,
-                                lowkey_error *err)
+lowkey_status lowkey_damage_run(const struct lowkey_damage_options *options,
+                                struct lowkey_damage_result **out, lowkey_error *err)
 {
     *out = NULL;
     const double start = lowkey_seconds();
     struct lowkey_damage_result *result = calloc(1, sizeof *result);
     if (!result) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory");
     result->options = *options;
-    openblas_set_num_threads(1); /* threads are ours: one product each, the same bits for any number of them */
+    openblas_set_num_threads(
+        1); /* threads are ours: one product each, the same bits for any number of them */
     lowkey_status status = prepare(result, err);
     if (status == LOWKEY_OK) {
         const int64_t *offsets = result->info->sample_offsets;

@@ -14,8 +14,10 @@
 static const char usage[] =
     "usage: lowkey error --activations A.h5 [OPTION]... FORMAT...\n"
     "\n"
-    "What formats do to attention: each captured sample is appended to a cache of the format, captured queries attend\n"
-    "over it, and scores, softmax and outputs are compared with those of the captured keys and values in f64.\n"
+    "What formats do to attention: each captured sample is appended to a cache of the format, captured "
+    "queries attend\n"
+    "over it, and scores, softmax and outputs are compared with those of the captured keys and values in "
+    "f64.\n"
     "FORMAT is a quantizer.h5, or f16 or bf16; LABEL=FORMAT names it in the table.\n"
     "\n"
     "  --activations FILE     activations.h5 with keys, values and queries\n"
@@ -43,10 +45,17 @@ static int parse(int argc, char **argv, struct settings *settings)
 {
     enum { ACTIVATIONS, SAMPLES, QUERIES, LAYERS, PER_LAYER, PER_HEAD, JSON, CSV, THREADS, HELP };
     static const struct option names[] = {
-        { "activations", 1, NULL, ACTIVATIONS }, { "samples", 1, NULL, SAMPLES },   { "queries", 1, NULL, QUERIES },
-        { "layers", 1, NULL, LAYERS },           { "per-layer", 0, NULL, PER_LAYER }, { "per-head", 0, NULL, PER_HEAD },
-        { "json", 0, NULL, JSON },               { "csv", 1, NULL, CSV },           { "threads", 1, NULL, THREADS },
-        { "help", 0, NULL, HELP },               { 0 },
+        { "activations", 1, NULL, ACTIVATIONS },
+        { "samples", 1, NULL, SAMPLES },
+        { "queries", 1, NULL, QUERIES },
+        { "layers", 1, NULL, LAYERS },
+        { "per-layer", 0, NULL, PER_LAYER },
+        { "per-head", 0, NULL, PER_HEAD },
+        { "json", 0, NULL, JSON },
+        { "csv", 1, NULL, CSV },
+        { "threads", 1, NULL, THREADS },
+        { "help", 0, NULL, HELP },
+        { 0 },
     };
     struct lowkey_damage_options *options = &settings->options;
     int64_t queries = 64, threads = lowkey_cpu_count();
@@ -54,11 +63,16 @@ static int parse(int argc, char **argv, struct settings *settings)
     optind = 0; /* a fresh scan: getopt is a global */
     for (int option; !bad && (option = getopt_long(argc, argv, "", names, NULL)) != -1;) {
         switch (option) {
-        case ACTIVATIONS: options->activations = optarg; break;
-        case SAMPLES:
-            bad = lowkey_parse_range("error", "--samples", optarg, &options->first_sample, &options->end_sample);
+        case ACTIVATIONS:
+            options->activations = optarg;
             break;
-        case QUERIES: bad = lowkey_parse_int("error", "--queries", optarg, 1, 1 << 24, &queries); break;
+        case SAMPLES:
+            bad = lowkey_parse_range("error", "--samples", optarg, &options->first_sample,
+                                     &options->end_sample);
+            break;
+        case QUERIES:
+            bad = lowkey_parse_int("error", "--queries", optarg, 1, 1 << 24, &queries);
+            break;
         case LAYERS:
             free(settings->layers);
             bad = lowkey_parse_list("error", "--layers", optarg, &settings->layers, &options->n_layers);
@@ -66,12 +80,23 @@ static int parse(int argc, char **argv, struct settings *settings)
         case PER_LAYER:
             if (settings->detail < LOWKEY_DAMAGE_PER_LAYER) settings->detail = LOWKEY_DAMAGE_PER_LAYER;
             break;
-        case PER_HEAD: settings->detail = LOWKEY_DAMAGE_PER_HEAD; break;
-        case JSON: settings->json = 1; break;
-        case CSV: settings->csv = optarg; break;
-        case THREADS: bad = lowkey_parse_int("error", "--threads", optarg, 1, 1024, &threads); break;
-        case HELP: fputs(usage, stdout); return -1;
-        default: return 2; /* getopt_long has said why */
+        case PER_HEAD:
+            settings->detail = LOWKEY_DAMAGE_PER_HEAD;
+            break;
+        case JSON:
+            settings->json = 1;
+            break;
+        case CSV:
+            settings->csv = optarg;
+            break;
+        case THREADS:
+            bad = lowkey_parse_int("error", "--threads", optarg, 1, 1024, &threads);
+            break;
+        case HELP:
+            fputs(usage, stdout);
+            return -1;
+        default:
+            return 2; /* getopt_long has said why */
         }
     }
     if (bad) return bad;
@@ -90,21 +115,26 @@ static void warn_of_overlap(const struct lowkey_damage_result *result)
     for (int f = 0; f < result->n_formats; f++) {
         const struct lowkey_format_damage *format = &result->formats[f];
         if (format->fit_overlap)
-            fprintf(stderr, "lowkey error: warning: %s was fitted on %d of the %d samples measured, which flatters it\n",
-                    format->path, format->fit_overlap, result->options.end_sample - result->options.first_sample);
+            fprintf(
+                stderr,
+                "lowkey error: warning: %s was fitted on %d of the %d samples measured, which flatters it\n",
+                format->path, format->fit_overlap, result->options.end_sample - result->options.first_sample);
     }
 }
 
-static lowkey_status print(const struct lowkey_damage_result *result, const struct settings *settings, FILE *csv,
-                           lowkey_error *err)
+static lowkey_status print(const struct lowkey_damage_result *result, const struct settings *settings,
+                           FILE *csv, lowkey_error *err)
 {
     int good = !csv || lowkey_damage_print_csv(result, settings->detail, csv);
     if (settings->json)
         good = good && lowkey_damage_print_json(result, settings->detail, stdout);
     else
         lowkey_damage_print_table(result, settings->detail, stdout);
-    if (fflush(stdout) != 0 || ferror(stdout)) return lowkey_fail(err, LOWKEY_EIO, "stdout: cannot write: %s", strerror(errno));
-    return good ? LOWKEY_OK : lowkey_fail(err, LOWKEY_EINVAL, "no row could be made: no memory, or a name that is not UTF-8");
+    if (fflush(stdout) != 0 || ferror(stdout))
+        return lowkey_fail(err, LOWKEY_EIO, "stdout: cannot write: %s", strerror(errno));
+    return good ? LOWKEY_OK
+                : lowkey_fail(err, LOWKEY_EINVAL,
+                              "no row could be made: no memory, or a name that is not UTF-8");
 }
 
 static lowkey_status run(const struct settings *settings, lowkey_error *err)

@@ -30,8 +30,8 @@ static double top(int n, const double *x, double most)
     return most - 0x1p-40 * size;
 }
 
-/* KL(softmax(s) || softmax(S)) = sum p (s - S) - log sum exp s + log sum exp S; scores are finite, so it is. With both
- * sums taken from their own largest score the sum over t is of small numbers. */
+/* KL(softmax(s) || softmax(S)) = sum p (s - S) - log sum exp s + log sum exp S; scores are finite, so it is.
+ * With both sums taken from their own largest score the sum over t is of small numbers. */
 static double softmax_kl(int n, const double *s, double s_max, const double *stored, double stored_max)
 {
     double sum = 0, stored_sum = 0, weighted = 0;
@@ -45,7 +45,8 @@ static double softmax_kl(int n, const double *s, double s_max, const double *sto
 }
 
 void lowkey_damage_add(struct lowkey_damage *damage, int n_tokens, const double *exact_scores,
-                       const double *stored_scores, int value_dim, const double *exact_out, const float *stored_out)
+                       const double *stored_scores, int value_dim, const double *exact_out,
+                       const float *stored_out)
 {
     assert(n_tokens >= 1);
     double s_mean = 0, d_mean = 0;
@@ -56,7 +57,8 @@ void lowkey_damage_add(struct lowkey_damage *damage, int n_tokens, const double 
     s_mean /= n_tokens;
     d_mean /= n_tokens;
     const double s_max = largest(n_tokens, exact_scores), stored_max = largest(n_tokens, stored_scores);
-    const double s_top = top(n_tokens, exact_scores, s_max), stored_top = top(n_tokens, stored_scores, stored_max);
+    const double s_top = top(n_tokens, exact_scores, s_max),
+                 stored_top = top(n_tokens, stored_scores, stored_max);
     int kept = 0; /* is a token at the top of both? */
     double spread = 0, error = 0;
     for (int t = 0; t < n_tokens; t++) {
@@ -118,8 +120,8 @@ double lowkey_flip_rate(const struct lowkey_damage *damage)
     return mean_of_rows((double)damage->n_flips, damage->n_rows);
 }
 
-void lowkey_distortion_add(struct lowkey_distortion *distortion, int n_tokens, int n_channels, const float *exact,
-                           const float *stored, ptrdiff_t stride)
+void lowkey_distortion_add(struct lowkey_distortion *distortion, int n_tokens, int n_channels,
+                           const float *exact, const float *stored, ptrdiff_t stride)
 {
     enum { MAX_CHANNELS = 256 };
     double mean[MAX_CHANNELS] = { 0 };

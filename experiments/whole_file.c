@@ -16,10 +16,13 @@ static lowkey_status cannot_write(const struct lowkey_whole_file *file, lowkey_e
 lowkey_status lowkey_whole_file_open(struct lowkey_whole_file *file, const char *path, lowkey_error *err)
 {
     struct stat status;
-    *file = (struct lowkey_whole_file){ .path = path };
+    *file = (struct lowkey_whole_file) { .path = path };
     const int in_place = stat(path, &status) == 0 && !S_ISREG(status.st_mode);
-    const int length = in_place ? 0 : snprintf(file->temporary, sizeof file->temporary, "%s.%ld.tmp", path, (long)getpid());
-    if (length >= (int)sizeof file->temporary) return lowkey_fail(err, LOWKEY_EINVAL, "%s: the name is too long", path);
+    const int length = in_place ? 0
+                                : snprintf(file->temporary, sizeof file->temporary, "%s.%ld.tmp", path,
+                                           (long)getpid());
+    if (length >= (int)sizeof file->temporary)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: the name is too long", path);
     file->to = fopen(in_place ? path : file->temporary, "w");
     return file->to ? LOWKEY_OK : cannot_write(file, err);
 }
@@ -27,7 +30,8 @@ lowkey_status lowkey_whole_file_open(struct lowkey_whole_file *file, const char 
 lowkey_status lowkey_whole_file_commit(struct lowkey_whole_file *file, lowkey_error *err)
 {
     const int written = fflush(file->to) == 0 && !ferror(file->to);
-    if (written && (!file->temporary[0] || (fsync(fileno(file->to)) == 0 && rename(file->temporary, file->path) == 0))) {
+    if (written &&
+        (!file->temporary[0] || (fsync(fileno(file->to)) == 0 && rename(file->temporary, file->path) == 0))) {
         fclose(file->to);
         file->to = NULL;
         return LOWKEY_OK;

@@ -1,4 +1,5 @@
-/* whole_file.h - a text file that appears whole or not at all: written beside its place, renamed when it is done. */
+/* whole_file.h - a text file that appears whole or not at all: written beside its place, renamed when it is
+ * done. */
 #ifndef LOWKEY_WHOLE_FILE_H
 #define LOWKEY_WHOLE_FILE_H
 

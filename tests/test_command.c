@@ -14,8 +14,11 @@ static void a_range_is_first_and_end(void **state)
     assert_int_equal(lowkey_parse_range("t", "--samples", "17:2147483647", &first, &end), 0);
     assert_int_equal(first, 17);
     assert_int_equal(end, 2147483647);
-    const char *bad[] = { "", ":", "3", "3:", ":3", "3:3", "4:3", "-1:3", "1:+3", "1: 3", "1:3x", "1:2:3", "0x1:3", "0:2147483648",
-                          "99999999999999999999:999999999999999999999" };
+    const char *bad[] = {
+        "",     ":",     "3",     "3:",           ":3",
+        "3:3",  "4:3",   "-1:3",  "1:+3",         "1: 3",
+        "1:3x", "1:2:3", "0x1:3", "0:2147483648", "99999999999999999999:999999999999999999999"
+    };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         assert_int_equal(lowkey_parse_range("t", "--samples", bad[i], &first, &end), 2);
 }
@@ -30,7 +33,9 @@ static void a_list_rises(void **state)
     assert_int_equal(list[1], 7);
     assert_int_equal(list[2], 65535);
     free(list);
-    const char *bad[] = { "", ",", "1,", ",1", "1,,2", "2,1", "1,1", "-1", "1 2", "1,2x", "65536", "a", "99999999999999999999" };
+    const char *bad[] = {
+        "", ",", "1,", ",1", "1,,2", "2,1", "1,1", "-1", "1 2", "1,2x", "65536", "a", "99999999999999999999"
+    };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         assert_int_equal(lowkey_parse_list("t", "--layers", bad[i], &list, &n), 2);
         assert_null(list);

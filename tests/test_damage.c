@@ -1,5 +1,5 @@
-/* test_damage.c - captures through exact attention and through a cache. tests/test_error.py has every metric recomputed;
- * here is what must hold without a second computation. */
+/* test_damage.c - captures through exact attention and through a cache. tests/test_error.py has every metric
+ * recomputed; here is what must hold without a second computation. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -21,13 +21,16 @@ static struct sample make_sample(const lowkey_layer_desc *layer, int n, int n_qu
 {
     struct lowkey_random random = { 11 };
     struct sample sample = { .tokens = lowkey_make_tokens(&random, layer, n) };
-    const int key_row = layer->n_kv_heads * layer->key_head_dim, value_row = layer->n_kv_heads * layer->value_head_dim;
+    const int key_row = layer->n_kv_heads * layer->key_head_dim,
+              value_row = layer->n_kv_heads * layer->value_head_dim;
     const int query_row = layer->n_q_heads * layer->key_head_dim;
     uint64_t n_saturated = 0;
     for (int i = 0; exact_in_f16 && i < n * key_row; i++)
-        sample.tokens.keys[i] = lowkey_f16_to_f32(lowkey_f32_to_f16_saturate(sample.tokens.keys[i], &n_saturated));
+        sample.tokens.keys[i] = lowkey_f16_to_f32(
+            lowkey_f32_to_f16_saturate(sample.tokens.keys[i], &n_saturated));
     for (int i = 0; exact_in_f16 && i < n * value_row; i++)
-        sample.tokens.values[i] = lowkey_f16_to_f32(lowkey_f32_to_f16_saturate(sample.tokens.values[i], &n_saturated));
+        sample.tokens.values[i] = lowkey_f16_to_f32(
+            lowkey_f32_to_f16_saturate(sample.tokens.values[i], &n_saturated));
     sample.positions = malloc((size_t)n_queries * sizeof *sample.positions);
     sample.queries = malloc((size_t)(n_queries * query_row) * sizeof *sample.queries);
     for (int j = 0; j < n_queries; j++) {
@@ -35,9 +38,13 @@ static struct sample make_sample(const lowkey_layer_desc *layer, int n, int n_qu
         memcpy(sample.queries + j * query_row, sample.tokens.queries + sample.positions[j] * query_row,
                (size_t)query_row * sizeof *sample.queries);
     }
-    sample.capture = (struct lowkey_capture){ .layer = layer, .n_tokens = n, .n_queries = n_queries,
-                                              .positions = sample.positions, .key = sample.tokens.keys,
-                                              .value = sample.tokens.values, .query = sample.queries };
+    sample.capture = (struct lowkey_capture) { .layer = layer,
+                                               .n_tokens = n,
+                                               .n_queries = n_queries,
+                                               .positions = sample.positions,
+                                               .key = sample.tokens.keys,
+                                               .value = sample.tokens.values,
+                                               .query = sample.queries };
     return sample;
 }
 
@@ -49,9 +56,11 @@ static void free_sample(struct sample *sample)
 
 static struct lowkey_layer_damage new_damage(const lowkey_layer_desc *layer)
 {
-    return (struct lowkey_layer_damage){ .heads = calloc((size_t)layer->n_q_heads, sizeof(struct lowkey_damage)),
-                                         .key = calloc((size_t)layer->n_kv_heads, sizeof(struct lowkey_distortion)),
-                                         .value = calloc((size_t)layer->n_kv_heads, sizeof(struct lowkey_distortion)) };
+    return (struct lowkey_layer_damage) {
+        .heads = calloc((size_t)layer->n_q_heads, sizeof(struct lowkey_damage)),
+        .key = calloc((size_t)layer->n_kv_heads, sizeof(struct lowkey_distortion)),
+        .value = calloc((size_t)layer->n_kv_heads, sizeof(struct lowkey_distortion))
+    };
 }
 
 static void free_damage(struct lowkey_layer_damage *damage)
@@ -59,14 +68,15 @@ static void free_damage(struct lowkey_layer_damage *damage)
     free(damage->heads), free(damage->key), free(damage->value);
 }
 
-static struct lowkey_layer_damage measure(const lowkey_quantizer *quantizer, const struct lowkey_capture *capture, int n_threads,
-                                          int times)
+static struct lowkey_layer_damage measure(const lowkey_quantizer *quantizer,
+                                          const struct lowkey_capture *capture, int n_threads, int times)
 {
     struct lowkey_layer_damage damage = new_damage(capture->layer);
     struct lowkey_exact *exact;
     lowkey_error err;
     assert_ok(lowkey_exact_create(capture, n_threads, &exact, &err), err);
-    for (int i = 0; i < times; i++) assert_ok(lowkey_damage_measure(exact, quantizer, n_threads, &damage, &err), err);
+    for (int i = 0; i < times; i++)
+        assert_ok(lowkey_damage_measure(exact, quantizer, n_threads, &damage, &err), err);
     lowkey_exact_free(exact);
     return damage;
 }
@@ -80,7 +90,9 @@ static void test_values_that_16_bits_hold_are_not_damaged(void **state)
         choice.rope_attention_factor = shape % 2 ? 1.25 : 0;
         lowkey_quantizer *of_shape = lowkey_make_quantizer(&choice, NULL), *quantizer;
         lowkey_error err;
-        assert_ok(lowkey_quantizer_create_16bit(lowkey_quantizer_describe(of_shape), LOWKEY_RULE_F16, NULL, &quantizer, &err), err);
+        assert_ok(lowkey_quantizer_create_16bit(lowkey_quantizer_describe(of_shape), LOWKEY_RULE_F16, NULL,
+                                                &quantizer, &err),
+                  err);
         const lowkey_layer_desc *layer = &lowkey_quantizer_describe(quantizer)->layers[0];
         const int n = lengths[shape % 5], n_queries = n < 20 ? n : 20;
         struct sample sample = make_sample(layer, n, n_queries, 1);
@@ -93,8 +105,10 @@ static void test_values_that_16_bits_hold_are_not_damaged(void **state)
             assert_true(damage.heads[h].output_size > 0);
             assert_true(lowkey_relative_output_error(&damage.heads[h]) < 1e-4);
         }
-        for (int h = 0; h < layer->n_kv_heads; h++) assert_true(damage.key[h].error == 0 && damage.value[h].error == 0);
-        assert_int_equal(damage.payload.elements, n * layer->n_kv_heads * (layer->key_head_dim + layer->value_head_dim));
+        for (int h = 0; h < layer->n_kv_heads; h++)
+            assert_true(damage.key[h].error == 0 && damage.value[h].error == 0);
+        assert_int_equal(damage.payload.elements,
+                         n * layer->n_kv_heads * (layer->key_head_dim + layer->value_head_dim));
         assert_int_equal(damage.payload.codes_bytes, 2 * damage.payload.elements);
         free_damage(&damage);
         free_sample(&sample);
@@ -142,7 +156,8 @@ static void test_what_the_cache_refuses_is_handed_up(void **state)
     lowkey_error err;
     assert_ok(lowkey_exact_create(&sample.capture, 1, &exact, &err), err);
     sample.tokens.keys[40 * layer->n_kv_heads * layer->key_head_dim] = INFINITY;
-    assert_refused(lowkey_damage_measure(exact, quantizer, 1, &damage, &err), LOWKEY_EINVAL, err, "channel 0");
+    assert_refused(lowkey_damage_measure(exact, quantizer, 1, &damage, &err), LOWKEY_EINVAL, err,
+                   "channel 0");
     assert_int_equal(damage.heads[0].n_rows, 0);
     lowkey_exact_free(exact);
     free_damage(&damage);
@@ -153,9 +168,12 @@ static void test_what_the_cache_refuses_is_handed_up(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        { "damage: values that 16 bits hold are not damaged", test_values_that_16_bits_hold_are_not_damaged, NULL, NULL, NULL },
-        { "damage: threads change nothing, samples add up", test_threads_change_nothing_and_samples_add_up, NULL, NULL, NULL },
-        { "damage: what the cache refuses is handed up", test_what_the_cache_refuses_is_handed_up, NULL, NULL, NULL },
+        { "damage: values that 16 bits hold are not damaged", test_values_that_16_bits_hold_are_not_damaged,
+          NULL, NULL, NULL },
+        { "damage: threads change nothing, samples add up", test_threads_change_nothing_and_samples_add_up,
+          NULL, NULL, NULL },
+        { "damage: what the cache refuses is handed up", test_what_the_cache_refuses_is_handed_up, NULL, NULL,
+          NULL },
     };
     return lowkey_run_tests(tests);
 }

@@ -9,9 +9,9 @@ static void assert_near(double got, double want)
     if (!(fabs(got - want) <= 1e-14 * (1 + fabs(want)))) fail_msg("got %.17g, wanted %.17g", got, want);
 }
 
-/* s = (0, ln 3): p = (1/4, 3/4); S is s turned round. KL = 1/4 ln(1/3) + 3/4 ln 3 = ln 3 / 2. d = (ln 3, -ln 3) with
- * squares 2 ln^2 3; s lies ln 3 / 2 to both sides of its mean, squares ln^2 3 / 2; so the logit error is 2.
- * o = (3, 4), O = (3, 5): 1 / 5. */
+/* s = (0, ln 3): p = (1/4, 3/4); S is s turned round. KL = 1/4 ln(1/3) + 3/4 ln 3 = ln 3 / 2. d = (ln 3, -ln
+ * 3) with squares 2 ln^2 3; s lies ln 3 / 2 to both sides of its mean, squares ln^2 3 / 2; so the logit error
+ * is 2. o = (3, 4), O = (3, 5): 1 / 5. */
 static void one_row_by_hand(void **state)
 {
     (void)state;
@@ -39,8 +39,8 @@ static void a_shift_of_all_scores_is_no_damage(void **state)
     assert_int_equal(damage.n_flips, 0);
 }
 
-/* KL is not symmetric: p = (1/2, 1/2), P = (1/4, 3/4): 1/2 ln 2 + 1/2 ln(2/3) = 1/2 ln(4/3); the other way it would be
- * 1/4 ln(1/2) + 3/4 ln(3/2) = 0.1308. */
+/* KL is not symmetric: p = (1/2, 1/2), P = (1/4, 3/4): 1/2 ln 2 + 1/2 ln(2/3) = 1/2 ln(4/3); the other way it
+ * would be 1/4 ln(1/2) + 3/4 ln(3/2) = 0.1308. */
 static void kl_is_from_exact_to_stored(void **state)
 {
     (void)state;
@@ -66,8 +66,8 @@ static void ties_are_no_flips(void **state)
         double s[3], stored[3];
         unsigned flips;
     } cases[] = {
-        { { 1, 2, 3 }, { 1, 3, 3 }, 0 },  /* the exact top shares the stored top */
-        { { 3, 2, 3 }, { 0, 1, 2 }, 0 },  /* one of two exact tops stays */
+        { { 1, 2, 3 }, { 1, 3, 3 }, 0 }, /* the exact top shares the stored top */
+        { { 3, 2, 3 }, { 0, 1, 2 }, 0 }, /* one of two exact tops stays */
         { { 3, 2, 3 }, { 0, 1, -2 }, 1 }, /* neither does */
         { { 1, 2, 3 }, { 1, 3, 2.5 }, 1 },
         { { 2, 2, 2 }, { 7, 7, 7 }, 0 },
@@ -116,12 +116,13 @@ static void rows_add_up_as_sums_and_merging_is_adding(void **state)
     assert_near(lowkey_relative_logit_error(&both), 1);
     assert_near(lowkey_relative_output_error(&both), 1); /* sqrt((25 + 0) / (9 + 16)) */
     assert_near(lowkey_softmax_kl(&both), kl / 2);
-    assert_near(lowkey_softmax_kl_stderr(&both), kl / 2); /* deviations +-kl/2: variance kl^2/2, over 2 rows */
+    assert_near(lowkey_softmax_kl_stderr(&both),
+                kl / 2); /* deviations +-kl/2: variance kl^2/2, over 2 rows */
     assert_near(lowkey_flip_rate(&both), 0.5);
 }
 
-/* Two channels of three tokens, stride 3. Channel 0: 0 3 6 (spread 18), stored 0 3 7; channel 1: 600 600 600 (none),
- * stored 600 602 600. (1 + 4) / 18: an offset does not hide the loss. */
+/* Two channels of three tokens, stride 3. Channel 0: 0 3 6 (spread 18), stored 0 3 7; channel 1: 600 600 600
+ * (none), stored 600 602 600. (1 + 4) / 18: an offset does not hide the loss. */
 static void relative_mse_is_of_each_channels_spread(void **state)
 {
     (void)state;
@@ -138,9 +139,9 @@ static void relative_mse_is_of_each_channels_spread(void **state)
 static void nothing_lost_of_nothing_is_zero_and_something_infinite(void **state)
 {
     (void)state;
-    assert_near(lowkey_relative_mse(&(struct lowkey_distortion){ 0, 0 }), 0);
-    assert_true(isinf(lowkey_relative_mse(&(struct lowkey_distortion){ 1, 0 })));
-    assert_near(lowkey_softmax_kl(&(struct lowkey_damage){ 0 }), 0);
+    assert_near(lowkey_relative_mse(&(struct lowkey_distortion) { 0, 0 }), 0);
+    assert_true(isinf(lowkey_relative_mse(&(struct lowkey_distortion) { 1, 0 })));
+    assert_near(lowkey_softmax_kl(&(struct lowkey_damage) { 0 }), 0);
 }
 
 int main(void)
