@@ -41,7 +41,7 @@ support := $(filter-out $B/tests/test_%,$(call objects,tests))
 
 q := $(if $(filter 0,$V),@)
 
-all: $B/lowkey $B/liblowkey.so $B/liblowkey-h5.so
+all: $B/lowkey $B/liblowkey.so $B/liblowkey-h5.so $B/liblowkey-h5.a
 	@ln -sfn $(B:build/%=%)/lowkey build/lowkey
 
 $B/lowkey: $B/experiments/lowkey.c.o $B/libtools.a $B/liblowkey.a
@@ -51,8 +51,9 @@ $B/tests/test_%: $B/tests/test_%.c.o $(support) $B/libtools.a $B/liblowkey.a
 	$(if $q,@echo '  $@')
 	$q$(CC) $(ldflags) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) $$(pkg-config --libs cmocka) $(ldlibs) $(LDLIBS)
 $B/liblowkey.a: $(library)
+$B/liblowkey-h5.a: $(filter %_h5.c.o,$(library))
 $B/libtools.a: $(tools)
-$B/liblowkey.a $B/libtools.a:
+$B/liblowkey.a $B/liblowkey-h5.a $B/libtools.a:
 	@mkdir -p $(@D) && rm -f $@ && $(AR) rcs $@ $^
 # The core links no HDF5: the reader of quantizer.h5 is a library of its own.
 $B/liblowkey.so: $(filter-out %_h5.c.o,$(library))
@@ -75,8 +76,8 @@ $B/%.c.o: %.c Makefile | build/.packages
 build/.packages: scripts/setup.sh
 	@mkdir -p build
 	@scripts/setup.sh packages && touch $@
-build/venv/.done: scripts/setup.sh requirements.txt | build/.packages
-	@scripts/setup.sh python requirements.txt build/venv && touch $@
+build/venv/.done: requirements.txt | scripts/setup.sh build/.packages
+	@scripts/setup.sh python $< build/venv && touch $@
 
 # A real model, and text in its tokens.
 gguf   := build/model/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -100,13 +101,16 @@ test: all $(tests) build/venv/.done $(models)
 test-full: all $(tests) build/venv/.done $(models)
 	@B=$B SAN=$(SAN) FULL=1 tests/run.sh $(T)
 
-build/venv-bench/.done: scripts/setup.sh experiments/requirements-bench.txt | build/.packages
+build/venv-bench/.done: experiments/requirements-bench.txt | scripts/setup.sh build/.packages
 	@scripts/setup.sh python experiments/requirements-bench.txt build/venv-bench && touch $@
 bench-solvers: all build/venv-bench/.done
 	build/venv-bench/bin/python experiments/compare_solvers.py $(if $(CAPTURE),--capture $(CAPTURE))
 
+install: all
+	@scripts/install.sh $B '$(PREFIX)' '$(DESTDIR)'
+
 clean:
 	rm -rf build/opt build/san build/lowkey
-.PHONY: all demo model test test-full bench-solvers clean
+.PHONY: all demo model test test-full bench-solvers install clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

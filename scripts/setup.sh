@@ -4,7 +4,7 @@
 #   setup.sh python REQUIREMENTS FOLDER    a Python environment with the pinned packages
 set -eu
 
-packages="gcc make pkg-config libc6-dev libhdf5-dev libopenblas-dev libgsl-dev libssl-dev libjansson-dev libcmocka-dev python3 python3-venv ca-certificates"
+packages="gcc g++ make pkg-config libc6-dev libhdf5-dev libopenblas-dev libgsl-dev libssl-dev libjansson-dev libcmocka-dev python3 python3-venv ca-certificates"
 
 as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
