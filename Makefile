@@ -3,6 +3,7 @@
 # make test            every test (T=word: only test files whose name holds the word)
 # make SAN=1 test      the same under ASan and UBSan
 # make test-full       every test, those too that take long
+# make fuzz            libFuzzer (needs clang) on quantizer files, FUZZ=60 seconds of it; finds go to build/fuzz
 # make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
 # make V=1             with the commands in full
 # make bench-solvers   codebook solvers side by side, into experiments/results/solvers.csv
@@ -101,6 +102,16 @@ test: all $(tests) build/venv/.done $(models)
 test-full: all $(tests) build/venv/.done $(models)
 	@B=$B SAN=$(SAN) FULL=1 tests/run.sh $(T)
 
+# HDF5 itself crashes on some files: libFuzzer forks and goes on, and each crash's stack says whose it is.
+FUZZ ?= 60
+$B/fuzz_quantizer: $B/tests/fuzz_quantizer.c.o $B/liblowkey.a
+	$q$(CC) $(ldflags) -fsanitize=fuzzer $(LDFLAGS) -o $@ $^ $(ldlibs) $(LDLIBS)
+fuzz: | build/.packages
+	@$(MAKE) CC=clang SAN=1 B=build/fuzz CFLAGS='-g -fsanitize=fuzzer-no-link' build/fuzz/fuzz_quantizer
+	@mkdir -p build/fuzz/corpus && cp tests/golden/*.h5 build/fuzz/corpus
+	build/fuzz/fuzz_quantizer -fork=1 -ignore_crashes=1 -ignore_timeouts=1 -timeout=5 -max_total_time=$(FUZZ) \
+	    -artifact_prefix=build/fuzz/ build/fuzz/corpus || [ $$? = 70 ] # it found some
+
 build/venv-bench/.done: experiments/requirements-bench.txt | scripts/setup.sh build/.packages
 	@scripts/setup.sh python experiments/requirements-bench.txt build/venv-bench && touch $@
 bench-solvers: all build/venv-bench/.done
@@ -110,7 +121,7 @@ install: all
 	@scripts/install.sh $B '$(PREFIX)' '$(DESTDIR)'
 
 clean:
-	rm -rf build/opt build/san build/lowkey
-.PHONY: all demo model test test-full bench-solvers install clean
+	rm -rf build/opt build/san build/fuzz build/lowkey
+.PHONY: all demo model test test-full fuzz bench-solvers install clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

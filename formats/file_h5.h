@@ -46,7 +46,7 @@ void lowkey_h5_version(const lowkey_h5 *file, int *major, int *minor);
  * need not be named. */
 lowkey_status lowkey_h5_refuse_others(lowkey_h5 *file, const char *group, const char *const *objects,
                                       const char *const *attributes, lowkey_error *err);
-/* Call visit for the name of every object of a group, sorted; what it returns other than LOWKEY_OK ends it. */
+/* Call visit for the name of every object of a group, in no order; what it returns other than LOWKEY_OK ends it. */
 lowkey_status lowkey_h5_for_each(lowkey_h5 *file, const char *group,
                                  lowkey_status (*visit)(void *arg, const char *name, lowkey_error *err), void *arg,
                                  lowkey_error *err);

@@ -158,7 +158,7 @@ static void what_is_wrong_is_said_with_file_and_object(void **state)
     assert_refused(lowkey_h5_read_f32(file, "/floats", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err, "expected float [6]");
     assert_refused(lowkey_h5_read_f32(file, "/group", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err, "found a group");
     assert_refused(lowkey_h5_read_f32(file, "/flaots", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err,
-                   "/flaots: missing: expected float [6], found floats, group there");
+                   "/flaots: missing: expected float [6], found group, floats there");
     assert_refused(lowkey_h5_read_f32(file, "/group/shorts", LOWKEY_DIMS(4), 0, f, &err), LOWKEY_EFORMAT, err, "found int16");
     assert_refused(lowkey_h5_read_f32(file, "/group/doubles", LOWKEY_DIMS(2), LOWKEY_H5_EXACT, f, &err), LOWKEY_EFORMAT, err,
                    "/group/doubles[0]: expected a number exact in f32, found 0.1");

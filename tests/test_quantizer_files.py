@@ -3,6 +3,7 @@ allows is opened in every guise, what it forbids is refused in one line that nam
 stderr."""
 import ctypes as c
 import os
+import subprocess
 import sys
 import tempfile
 
@@ -291,6 +292,34 @@ def test_no_quantizer_at_all():
     refused("", statuses=("EFORMAT", "EIO"))
     refused("", path=FOLDER.name, statuses=("EFORMAT", "EIO"))
     refused("", path=PATH + ".none", statuses=("EIO",))
+
+
+def check(path):
+    build = os.environ.get("B", "build/opt")
+    return subprocess.run([f"{build}/lowkey", "check", path], capture_output=True, text=True, env={**os.environ, "LD_PRELOAD": ""})
+
+
+def test_check_command():
+    """lowkey check says good or, in one line, what is wrong, and outlives an HDF5 that does not"""
+    good()
+    done = check(PATH)
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith(PATH + ": good"), done
+    with h5py.File(PATH, "r+") as f:
+        f[KEY].attrs["outlier_cap"] = 0
+    done = check(PATH)
+    assert done.returncode == 1 and done.stdout == "", done
+    assert done.stderr.startswith(f"lowkey check: {PATH}: layer 2 key: outlier_cap") and done.stderr.count("\n") == 1, done
+    with open("tests/golden/quantizer-1.0.h5", "rb") as f:
+        data = bytearray(f.read())
+    heap = data.index(b"GCOL") + 16  # the global heap's first string: number, references, zero, then its size
+    data[heap + 8:heap + 16] = (2**40).to_bytes(8, "little")  # HDF5 1.10 copies that many bytes
+    with open(PATH, "wb") as f:
+        f.write(data)
+    done = check(PATH)
+    assert done.returncode == 1 and done.stdout == "", done
+    assert f"lowkey check: {PATH}: " in done.stderr, done
+    if os.path.basename(os.environ.get("B", "build/opt")) != "san":
+        assert done.stderr.count("\n") == 1, done
 
 
 tap.run(globals())

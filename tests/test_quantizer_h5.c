@@ -224,6 +224,41 @@ static void everything_survives_and_is_written_again_alike(void **state)
     lowkey_fit_record_free(NULL);
 }
 
+static void the_golden_file_of_version_1_0_stays_readable(void **state)
+{
+    (void)state;
+    lowkey_quantizer *quantizer; /* written by h5py from the document alone */
+    assert_ok(lowkey_quantizer_open("tests/golden/quantizer-1.0.h5", NULL, &quantizer, &err), err);
+    const lowkey_quantizer_desc *desc = lowkey_quantizer_describe(quantizer);
+    const lowkey_layer_desc *layer = desc->layers;
+    const lowkey_side_desc *key = &layer->key, *value = &layer->value;
+    assert_int_equal(desc->n_layers, 1);
+    assert_int_equal(desc->n_sink_tokens, 4);
+    assert_int_equal(desc->sink_rule, LOWKEY_RULE_F16);
+    assert_int_equal(layer->index, 3);
+    assert_int_equal(layer->n_q_heads, 2);
+    assert_int_equal(layer->rope_pairing, LOWKEY_PAIR_HALF);
+    assert_true(layer->logit_scale == 0.3977813169592014);
+    assert_memory_equal(key->bits, ((uint8_t[]) { 1, 2, 3, 4, 8, 16, 1, 2 }), 8);
+    assert_memory_equal(key->order, ((uint16_t[]) { 1, 5, 2, 6, 0, 4, 3, 7 }), 16);
+    assert_memory_equal(key->n_entries, ((uint8_t[]) { 2, 4, 8, 15, 0, 0, 2, 4 }), 8);
+    assert_memory_equal(key->exponent, ((int16_t[]) { -3, -1, -2, -2, -3, -3, 2, -4 }), 16);
+    assert_true(key->center[7] == -0.19400377571582794f && key->upper[2] == 7.640625f);
+    assert_true(key->rule_scale[4] == 0.004800795111805201f && key->rule_scale[5] == 1);
+    assert_true(key->table_entries == 16 && key->table[0] == -0x1.32cp-2f && key->table[1] == 0x1.93p-2f);
+    assert_true(key->boundary[0] == -0x1.466b68p-3f && key->boundary[1] == 0x1.fffffep127f);
+    assert_true(key->factor[7 * 8 + 2] == -0x1.5e8p-4f && key->factor[7 * 8 + 6] == 0x1.25p-5f);
+    assert_int_equal(key->rule_8, LOWKEY_RULE_E4M3);
+    assert_int_equal(key->rule_16, LOWKEY_RULE_BF16);
+    assert_int_equal(key->outlier_rule, LOWKEY_OUTLIER_LIMIT);
+    assert_true(key->outlier_cap == 3 && key->outlier_page_capacity == 100 &&
+                key->token_scale == LOWKEY_SCALE_NONE);
+    assert_true(value->token_scale == LOWKEY_SCALE_F16 && value->scale_block == 8);
+    assert_true(value->outlier_rule == LOWKEY_OUTLIER_RANK && value->outlier_rank == 1 && !value->factor);
+    assert_true(value->table_entries == 8 && value->table[7 * 8 + 3] == 0x1.a34p-1f);
+    lowkey_quantizer_free(quantizer);
+}
+
 static void only_the_target_is_left_in_the_folder(void **state)
 {
     (void)state;
@@ -418,7 +453,7 @@ static void put_element(hid_t file, const char *dataset, hsize_t at, double valu
     X(put_element(f, K "/bits", 7, 6),                                                                       \
       "layer 3 key: bits head 0 channel 7: expected 1 to 5, 8 or 16, found 6")                               \
     X(put_element(f, K "/table", 32, 1e30), "layer 3 key: table head 0 channel 1: entry 0 (")                \
-    X(put_element(f, K "/lower", 3, HUGE_VAL), K "/lower")                                                    \
+    X(put_element(f, K "/lower", 3, HUGE_VAL), K "/lower")                                                   \
     X(put_element(f, K "/factor", 1, 0.5), "layer 3 key: factor head 0 row 0 column 1: expected 0")          \
     X(put_doubles(f, K "/zero", 1, (hsize_t[]) { 3 }), "zero")                                               \
     X(del(f, V "/report"), "report")                                                                         \
@@ -525,6 +560,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(everything_survives_and_is_written_again_alike),
+        cmocka_unit_test(the_golden_file_of_version_1_0_stays_readable),
         cmocka_unit_test(only_the_target_is_left_in_the_folder),
         cmocka_unit_test(the_callers_memory_is_used_and_may_run_out),
         cmocka_unit_test(files_cut_anywhere_are_refused_in_one_line),
