@@ -31,6 +31,10 @@ def run(options, *files, out=None):
     return done, out
 
 
+def attributes(group):
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in group.attrs.items()}
+
+
 def fit(options, *files):
     """The fitted file, read back and validated, with the report as .report_json."""
     done, out = run("--json " + options, *files)
@@ -38,10 +42,10 @@ def fit(options, *files):
     quantizer = reader.quantizer(out)
     quantizer.report_json = json.loads(done.stdout)
     with h5py.File(out) as file:
-        quantizer.record = dict(file["fit"].attrs)
+        quantizer.record = attributes(file["fit"])
         for layer in quantizer.layers:
             for name in ("key", "value"):
-                getattr(layer, name).attributes = dict(file[f"layers/{layer.index:03d}/{name}"].attrs)
+                getattr(layer, name).attributes = attributes(file[f"layers/{layer.index:03d}/{name}"])
     return quantizer
 
 
