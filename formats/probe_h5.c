@@ -57,8 +57,8 @@ lowkey_status lowkey_h5_probe(const char *path, lowkey_error *err)
         _exit(0);
     }
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
-    if (!WIFSIGNALED(status)) return LOWKEY_OK;
-    const int number = WTERMSIG(status);
+    if (status == 0) return LOWKEY_OK;
+    const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0; /* 0: a sanitizer ended it */
     if (number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGQUIT)
         return lowkey_fail(err, LOWKEY_ECANCELLED, "%s: interrupted", path);
     return lowkey_fail(err, LOWKEY_EFORMAT, "%s: damaged: the HDF5 library %s it", path,

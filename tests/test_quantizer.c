@@ -213,6 +213,7 @@ static void the_way_back_is_16_bits_everywhere(void **state)
         assert_ok(lowkey_quantizer_create_16bit(desc, rule, NULL, &quantizer, &err), err);
         const lowkey_quantizer_desc *got = lowkey_quantizer_describe(quantizer);
         assert_int_equal(got->n_layers, 2);
+        assert_int_equal(got->n_sink_tokens, 0);
         assert_string_equal(got->model_name, desc->model_name);
         assert_memory_equal(got->model_sha256, desc->model_sha256, 32);
         for (int i = 0; i < 2; i++) {
