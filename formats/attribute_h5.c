@@ -129,14 +129,15 @@ static int is_utf8(const char *text)
     return 1;
 }
 
-/* The memory type is made anew, since a file's fixed string may lack the final NUL. */
-static herr_t read_text(hid_t attribute, hid_t type, char **out)
+/* The memory type is made anew, since a file's fixed string may lack the final NUL. The reason of a failure is taken here:
+ * closing that type would forget it. */
+static herr_t read_text(hid_t attribute, hid_t type, char **out, char reason[LOWKEY_H5_REASON])
 {
     LOWKEY_CLOSED hid_t memory = H5Tcopy(H5T_C_S1);
     H5Tset_cset(memory, H5Tget_cset(type));
     if (H5Tis_variable_str(type) > 0) {
         char *text = NULL;
-        if (H5Tset_size(memory, H5T_VARIABLE) < 0 || H5Aread(attribute, memory, &text) < 0) return -1;
+        if (H5Tset_size(memory, H5T_VARIABLE) < 0 || H5Aread(attribute, memory, &text) < 0) return lowkey_h5_reason(reason), -1;
         *out = strndup(text ? text : "", MAX_STRING + 1);
         H5free_memory(text);
         return 0;
@@ -150,6 +151,7 @@ static herr_t read_text(hid_t attribute, hid_t type, char **out)
             while (end > 0 && (*out)[end - 1] == ' ') (*out)[--end] = 0;
         return 0;
     }
+    lowkey_h5_reason(reason);
     free(*out);
     *out = NULL;
     return -1;
@@ -169,8 +171,8 @@ lowkey_status lowkey_h5_get_string(lowkey_h5 *file, const char *object, const ch
     if (H5Tis_variable_str(type) <= 0 && H5Tget_size(type) > MAX_STRING)
         return lowkey_h5_fail(file, err, "%s: attribute %s: expected a string of at most %d bytes, found %zu", object, name,
                               MAX_STRING, H5Tget_size(type));
-    if (read_text(attribute, type, out) < 0)
-        return lowkey_h5_fail(file, err, "%s: attribute %s: cannot be read (%s)", object, name, lowkey_h5_reason(reason));
+    if (read_text(attribute, type, out, reason) < 0)
+        return lowkey_h5_fail(file, err, "%s: attribute %s: cannot be read (%s)", object, name, reason);
     if (!*out) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: attribute %s: no memory", file->path, object, name);
     const int too_long = strlen(*out) > MAX_STRING;
     if (!too_long && is_utf8(*out)) return LOWKEY_OK;

@@ -30,8 +30,12 @@ static H5FD_t *disk_open(const char *name, unsigned flags, hid_t access, haddr_t
     (void)name, (void)flags, (void)max_address;
     const struct disk_info *info = H5Pget_driver_info(access);
     struct stat status;
-    struct disk *disk = info && fstat(info->fd, &status) == 0 ? calloc(1, sizeof *disk) : NULL;
-    if (!disk) return NULL;
+    if (!info || fstat(info->fd, &status) != 0) return NULL;
+    struct disk *disk = calloc(1, sizeof *disk);
+    if (!disk) {
+        *info->error = ENOMEM;
+        return NULL;
+    }
     disk->fd = info->fd;
     disk->error = info->error;
     disk->eof = (haddr_t)status.st_size;
@@ -144,5 +148,6 @@ lowkey_status lowkey_h5_use_disk(lowkey_h5 *file, hid_t access, lowkey_error *er
 lowkey_status lowkey_h5_check_disk(const lowkey_h5 *file, lowkey_error *err)
 {
     if (!file->disk_error) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EIO, "%s: cannot be written: %s", file->path, strerror(file->disk_error));
+    return lowkey_fail(err, file->disk_error == ENOMEM ? LOWKEY_ENOMEM : LOWKEY_EIO, "%s: cannot be written: %s", file->path,
+                       strerror(file->disk_error));
 }

@@ -50,8 +50,10 @@ static lowkey_status create_hdf5(lowkey_h5 *file, lowkey_error *err)
     H5Pset_obj_track_times(creation, 0);
     H5Pset_libver_bounds(access, H5F_LIBVER_V110, H5F_LIBVER_V110); /* metadata with checksums */
     file->id = H5Fcreate(file->temporary, H5F_ACC_TRUNC, creation, access);
-    if (file->id >= 0) return lowkey_h5_check_disk(file, err);
-    return lowkey_fail(err, LOWKEY_EIO, "%s: HDF5 cannot create it (%s)", file->path, lowkey_h5_reason(reason));
+    lowkey_h5_reason(reason);
+    LOWKEY_TRY(lowkey_h5_check_disk(file, err));
+    if (file->id >= 0) return LOWKEY_OK;
+    return lowkey_fail(err, LOWKEY_EIO, "%s: HDF5 cannot create it (%s)", file->path, reason);
 }
 
 lowkey_status lowkey_h5_create(const char *path, const char *schema, lowkey_h5 **out, lowkey_error *err)
