@@ -204,8 +204,11 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
     struct lowkey_random random = { choice->seed };
     const int n_layers = choice->n_layers ? choice->n_layers : 1;
     lowkey_layer_desc *layers = take((size_t)n_layers, sizeof *layers);
-    double inv_freq[128];
-    for (int i = 0; i < choice->rope_dims / 2; i++) inv_freq[i] = pow(1e4, -2.0 * i / choice->rope_dims);
+    double inv_freq[128], slower[128];
+    for (int i = 0; i < choice->rope_dims / 2; i++) {
+        inv_freq[i] = pow(1e4, -2.0 * i / choice->rope_dims);
+        slower[i] = 0.5 * inv_freq[i];
+    }
     for (int i = 0; i < n_layers; i++)
         layers[i] = (lowkey_layer_desc) {
             .struct_size = sizeof *layers,
@@ -218,7 +221,7 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
             .rope_dims = choice->rope_dims,
             .rope_pairing = choice->rope_pairing,
             .rope_attention_factor = choice->rope_attention_factor,
-            .rope_inv_freq = inv_freq,
+            .rope_inv_freq = choice->rope_varies && i % 3 == 1 ? slower : inv_freq,
             .key = make_side(&random, &choice->key, choice->n_kv_heads, choice->key_head_dim,
                              choice->rope_dims, choice->rope_pairing),
             .value = make_side(&random, &choice->value, choice->n_kv_heads, choice->value_head_dim, 0, 0),
@@ -254,6 +257,9 @@ void lowkey_make_rows(struct lowkey_random *random, const lowkey_layer_desc *lay
         double value = size * (middle + 0.5 * half * lowkey_random_draw(random, distribution));
         if (side->bits[c] <= 5 && n_table > 1 && lowkey_random_below(random, 16) == 0) /* a tie */
             value = (double)side->boundary[c * (n_table - 1) + lowkey_random_below(random, n_table - 1)];
+        if (half == 0 &&
+            lowkey_random_below(random, 4) == 0) /* a constant channel, now and then beside its constant */
+            value += ldexp(lowkey_random_normal(random), -10);
         if (fabs(value) >= (double)FLT_MAX) value = middle;
         x[i] = (float)value;
     }

@@ -26,6 +26,7 @@ struct lowkey_quantizer_choice {
     int n_q_heads, n_kv_heads, key_head_dim, value_head_dim;
     int rope_dims;
     lowkey_pairing rope_pairing;
+    int rope_varies; /* layers 1, 4, 7, ... turn half as fast as the others */
     double rope_attention_factor, logit_scale;
     int n_sink_tokens;
     lowkey_rule sink_rule;

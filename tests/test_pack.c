@@ -397,6 +397,121 @@ static void test_saturation_is_counted(void **state)
     lowkey_quantizer_free(ramp.quantizer);
 }
 
+/* ---- token scales by hand: 8 channels, 2 bits, entries -1 and 1 in use, boundary 0 ---- */
+
+static lowkey_quantizer *make_scaled(lowkey_outlier_rule rule, int rank, int cap)
+{
+    enum { N = 8, E = 4 };
+    uint8_t widths[N], n_entries[N];
+    float table[N * E], boundary[N * (E - 1)], lower[N], upper[N];
+    for (int c = 0; c < N; c++) {
+        widths[c] = 2, n_entries[c] = 2, lower[c] = -1, upper[c] = 1;
+        for (int k = 0; k < E; k++) table[c * E + k] = k ? 1 : -1;
+        for (int k = 0; k < E - 1; k++) boundary[c * (E - 1) + k] = k ? FLT_MAX : 0;
+    }
+    const lowkey_side_desc side = { .struct_size = sizeof side,
+                                    .bits = widths,
+                                    .table_entries = E,
+                                    .n_entries = n_entries,
+                                    .table = table,
+                                    .boundary = boundary,
+                                    .lower = lower,
+                                    .upper = upper,
+                                    .token_scale = LOWKEY_SCALE_F32,
+                                    .scale_block = N,
+                                    .outlier_rule = rule,
+                                    .outlier_rank = rank,
+                                    .outlier_cap = cap,
+                                    .outlier_page_capacity = 64 * cap };
+    const lowkey_layer_desc layer = { .struct_size = sizeof layer,
+                                      .n_q_heads = 1,
+                                      .n_kv_heads = 1,
+                                      .key_head_dim = N,
+                                      .value_head_dim = N,
+                                      .key = side,
+                                      .value = side };
+    const lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = 1, .layers = &layer };
+    lowkey_quantizer *quantizer;
+    lowkey_error err;
+    assert_ok(lowkey_quantizer_create(&desc, NULL, &quantizer, &err), err);
+    return quantizer;
+}
+
+static void check_scaled(lowkey_quantizer *quantizer, const float *x, float scale, float zero,
+                         const unsigned *codes)
+{
+    const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+    for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++) {
+        struct lowkey_packed packed;
+        lowkey_packed_init(&packed, &layer->side[0], 0, 0x77);
+        lowkey_packed_add(&packed, kernels, 0, 1, x);
+        assert_true(
+            is_same_float(lowkey_oracle_scale(&layer->desc->key, 8, packed.side_page, 0, 0, 0), scale));
+        assert_true(
+            is_same_float(lowkey_oracle_scale(&layer->desc->key, 8, packed.side_page, 0, 0, 1), zero));
+        for (int c = 0; c < 8; c++)
+            assert_int_equal(lowkey_oracle_code(&layer->desc->key, 8, 0, packed.pages[0], c, 0), codes[c]);
+        lowkey_packed_free(&packed);
+    }
+    lowkey_quantizer_free(quantizer);
+}
+
+static void test_scales_by_hand(void **state)
+{
+    (void)state;
+    check_scaled(make_scaled(LOWKEY_OUTLIER_NONE, 0, 0), (float[8]) { 3, -1, 1, 1.5f, 0, 3, 0.5f, 1 }, 2, 1,
+                 (unsigned[8]) { 1, 0, 0, 1, 0, 1, 0, 0 });
+    /* A constant token: scale 0, code 0, whatever the zero. All -0: the stored zero is +0. */
+    check_scaled(make_scaled(LOWKEY_OUTLIER_NONE, 0, 0),
+                 (float[8]) { 7.5f, 7.5f, 7.5f, 7.5f, 7.5f, 7.5f, 7.5f, 7.5f }, 0, 7.5f, (unsigned[8]) { 0 });
+    check_scaled(make_scaled(LOWKEY_OUTLIER_NONE, 0, 0),
+                 (float[8]) { -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f }, 0, 0,
+                 (unsigned[8]) { 0 });
+    /* A huge outlier without room beside a tiny scale: FLT_MAX behind the entries in use is not scaled. */
+    check_scaled(make_scaled(LOWKEY_OUTLIER_RANK, 1, 1),
+                 (float[8]) { -1, 2e-40f, 0, 3e38f, 0, 2e-40f, 1e-40f, 0 }, 1e-40f, 1e-40f,
+                 (unsigned[8]) { 0, 1, 0, 1, 0, 1, 0, 0 });
+}
+
+/* A channel whose range is a point: whatever is beside it is infinitely far, by its range. */
+static void test_constant_channel_outliers(void **state)
+{
+    (void)state;
+    struct lowkey_quantizer_choice choice = { .n_q_heads = 1,
+                                              .n_kv_heads = 1,
+                                              .key_head_dim = 32,
+                                              .value_head_dim = 8,
+                                              .key = { .bits = 2,
+                                                       .outlier_rule = LOWKEY_OUTLIER_LIMIT,
+                                                       .outlier_cap = 1,
+                                                       .outlier_page_capacity = 64,
+                                                       .constant_channels = 1 },
+                                              .value = { .bits = 2 },
+                                              .seed = 4 };
+    lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+    const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+    const lowkey_side_desc *desc = &layer->desc->key;
+    int constant = -1;
+    float x[32];
+    for (int c = 0; c < 32; c++) {
+        x[c] = desc->upper[c] + 5 * (desc->upper[c] - desc->lower[c]);
+        if (desc->upper[c] == desc->lower[c]) constant = c;
+    }
+    assert_true(constant >= 0);
+    x[constant] = nextafterf(x[constant], 1e9f);
+    struct lowkey_packed packed;
+    lowkey_packed_init(&packed, &layer->side[0], 0, 0);
+    lowkey_packed_add(&packed, lowkey_kernels_find(NULL), 0, 1, x);
+    struct lowkey_oracle_outlier found[64];
+    assert_int_equal(lowkey_oracle_outliers(desc, 32, packed.side_page, 0, 0, found), 1);
+    assert_int_equal(found[0].channel, constant);
+    float out[32];
+    lowkey_packed_read(&packed, lowkey_kernels_find(NULL), 0, 0, 1, out);
+    assert_true(fabsf(out[constant] - x[constant]) <= fabsf(x[constant]) * 0x1p-23f);
+    lowkey_packed_free(&packed);
+    lowkey_quantizer_free(quantizer);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -412,6 +527,9 @@ int main(void)
           NULL, NULL },
         { "pack: outliers by limit, cap and ties by hand", test_limit_outliers_by_hand, NULL, NULL, NULL },
         { "pack: outliers by rank, ties and a full page by hand", test_rank_outliers_by_hand, NULL, NULL,
+          NULL },
+        { "pack: token scales by hand", test_scales_by_hand, NULL, NULL, NULL },
+        { "pack: beside a constant is farther than anything", test_constant_channel_outliers, NULL, NULL,
           NULL },
         { "pack: residuals beyond f16 saturate and are counted", test_saturation_is_counted, NULL, NULL,
           NULL },

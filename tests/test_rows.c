@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "formats/half.h"
 #include "tests/check.h"
@@ -92,6 +93,28 @@ static void test_bad_elements(void **state)
         }
 }
 
+/* Two tokens more than 2^31 elements apart, and two heads the other way. */
+static void test_far_apart(void **state)
+{
+    (void)state;
+    const size_t bytes = (size_t)9 << 30;
+    char *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                      0);
+    if (base == MAP_FAILED) lowkey_skip("no 9 GiB of addresses");
+    const ptrdiff_t token_stride = ((ptrdiff_t)1 << 31) + 8;
+    float *middle = (float *)base + 64;
+    middle[token_stride - 16] = 1.5f;
+    const lowkey_rows rows = { middle, LOWKEY_F32, token_stride, -16 };
+    float row[DIM];
+    lowkey_rows_read(&rows, 1, 1, DIM, row);
+    assert_true(row[0] == 1.5f);
+    middle[token_stride - 16 + 3] = NAN;
+    struct lowkey_bad_element bad;
+    assert_true(lowkey_rows_find_bad(&rows, (struct lowkey_rows_shape) { 2, 2, DIM }, &bad));
+    assert_true(bad.token == 1 && bad.head == 1 && bad.channel == 3 && bad.n_bad == 1);
+    munmap(base, bytes);
+}
+
 static void test_refused(void **state)
 {
     (void)state;
@@ -112,6 +135,7 @@ int main(void)
           NULL },
         { "rows: the first NaN or infinity is found, and how many there are", test_bad_elements, NULL, NULL,
           NULL },
+        { "rows: strides beyond 2^31 elements, and negative ones", test_far_apart, NULL, NULL, NULL },
         { "rows: no data, no such type", test_refused, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);
