@@ -61,5 +61,6 @@ int main(int argc, char **argv)
     const struct subcommand *s = find(argv[asks_help ? 2 : 1]);
     if (!s) return fprintf(stderr, "lowkey: no command '%s'; see lowkey help\n", argv[asks_help ? 2 : 1]), 2;
     if (asks_help) return s->run(2, (char *[]){ argv[2], (char *)"--help", NULL });
-    return probe_files(s->name, argc - 1, argv + 1) ? 1 : s->run(argc - 1, argv + 1);
+    const int looks_itself = s->run == lowkey_check_cmd; /* one bad file is no reason to leave out the others */
+    return !looks_itself && probe_files(s->name, argc - 1, argv + 1) ? 1 : s->run(argc - 1, argv + 1);
 }

@@ -87,7 +87,7 @@ lowkey_status lowkey_h5_probe(const char *path, lowkey_error *err)
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
     if (status == 0) return LOWKEY_OK;
     if (WIFEXITED(status) && WEXITSTATUS(status) == TOO_MUCH_MEMORY)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: damaged: the HDF5 library asks for more memory than such a file needs", path);
+        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: opening it takes more memory than a file of its size needs; is it damaged?", path);
     const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0; /* 0: a sanitizer ended it */
     if (number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGQUIT)
         return lowkey_fail(err, LOWKEY_ECANCELLED, "%s: interrupted", path);
