@@ -1,5 +1,6 @@
-/* attention.c - sensitivity from queries and keys captured together: how much an error on a key, or a value, moves what
- * attention gives. One job is one KV head of one sample; matrices are [rows][columns], products by BLAS on one thread. */
+/* attention.c - sensitivity from queries and keys captured together: how much an error on a key, or a
+ * value, moves what attention gives. One job is one KV head of one sample; matrices are [rows][columns],
+ * products by BLAS on one thread. */
 #include "calib/attention.h"
 
 #include <cblas.h>
@@ -20,28 +21,31 @@ struct job {
     const lowkey_captures *captures;
     const struct lowkey_attention *out;
     int sample, head, n_queries;
-    float *key, *value, *query;  /* [T][D], [T][V], [n_queries * q_per_kv][D] by query head, then query */
-    const int64_t *position;     /* [n_queries] of the queries */
-    double *moments;             /* [D][D] lower triangle, of this job alone; NULL: not wanted */
+    float *key, *value, *query; /* [T][D], [T][V], [n_queries * q_per_kv][D] by query head, then query */
+    const int64_t *position; /* [n_queries] of the queries */
+    double *moments; /* [D][D] lower triangle, of this job alone; NULL: not wanted */
     lowkey_status status;
     lowkey_error err;
 };
 
-/* Arrays of a job while it runs: T tokens, B = BATCH queries, F features of a query: its squares and its pairs' products. */
+/* Arrays of a job while it runs: T tokens, B = BATCH queries, F features of a query: its squares and its
+ * pairs' products. */
 struct work {
-    float *cosine, *sine;        /* [T][R / 2] */
-    float *turned;               /* [T][D] keys after RoPE */
-    float *norm;                 /* [T] |v|^2 */
-    float *p, *a;                /* [B][T] weights; p^2 |v - o|^2 */
-    float *o;                    /* [B][V] */
-    float *features, *sums;      /* [B][F], [T][F] */
-    double *value_sums;          /* [T] */
-    double *pairs;               /* [PAIR_ROWS][D] */
+    float *cosine, *sine; /* [T][R / 2] */
+    float *turned; /* [T][D] keys after RoPE */
+    float *norm; /* [T] |v|^2 */
+    float *p, *a; /* [B][T] weights; p^2 |v - o|^2 */
+    float *o; /* [B][V] */
+    float *features, *sums; /* [B][F], [T][F] */
+    double *value_sums; /* [T] */
+    double *pairs; /* [PAIR_ROWS][D] */
 };
 
 static void work_free(struct work *w)
 {
-    float *const arrays[] = { w->cosine, w->sine, w->turned, w->norm, w->p, w->a, w->o, w->features, w->sums };
+    float *const arrays[] = {
+        w->cosine, w->sine, w->turned, w->norm, w->p, w->a, w->o, w->features, w->sums
+    };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) free(arrays[i]);
     free(w->value_sums);
     free(w->pairs);
@@ -54,14 +58,20 @@ static size_t feature_count(const lowkey_layer_desc *desc)
 
 static int work_alloc(struct work *w, size_t T, const lowkey_layer_desc *desc)
 {
-    const size_t D = (size_t)desc->key_head_dim, V = (size_t)desc->value_head_dim, half = (size_t)desc->rope_dims / 2;
+    const size_t D = (size_t)desc->key_head_dim, V = (size_t)desc->value_head_dim,
+                 half = (size_t)desc->rope_dims / 2;
     const size_t F = feature_count(desc);
-    *w = (struct work){
-        .cosine = malloc((T * half + 1) * sizeof(float)), .sine = malloc((T * half + 1) * sizeof(float)),
-        .turned = malloc(T * D * sizeof(float)),          .norm = malloc(T * sizeof(float)),
-        .p = malloc(BATCH * T * sizeof(float)),           .a = malloc(BATCH * T * sizeof(float)),
-        .o = malloc(BATCH * V * sizeof(float)),           .features = malloc(BATCH * F * sizeof(float)),
-        .sums = calloc(T * F, sizeof(float)),             .value_sums = calloc(T, sizeof(double)),
+    *w = (struct work) {
+        .cosine = malloc((T * half + 1) * sizeof(float)),
+        .sine = malloc((T * half + 1) * sizeof(float)),
+        .turned = malloc(T * D * sizeof(float)),
+        .norm = malloc(T * sizeof(float)),
+        .p = malloc(BATCH * T * sizeof(float)),
+        .a = malloc(BATCH * T * sizeof(float)),
+        .o = malloc(BATCH * V * sizeof(float)),
+        .features = malloc(BATCH * F * sizeof(float)),
+        .sums = calloc(T * F, sizeof(float)),
+        .value_sums = calloc(T, sizeof(double)),
         .pairs = malloc(PAIR_ROWS * D * sizeof(double)),
     };
     return w->cosine && w->sine && w->turned && w->norm && w->p && w->a && w->o && w->features && w->sums &&
@@ -83,7 +93,8 @@ static void turn(const lowkey_layer_desc *desc, const float *cosine, const float
 static void prepare(struct job *job, struct work *w, size_t T)
 {
     const lowkey_layer_desc *desc = job->desc;
-    const size_t D = (size_t)desc->key_head_dim, V = (size_t)desc->value_head_dim, half = (size_t)desc->rope_dims / 2;
+    const size_t D = (size_t)desc->key_head_dim, V = (size_t)desc->value_head_dim,
+                 half = (size_t)desc->rope_dims / 2;
     memcpy(w->turned, job->key, T * D * sizeof(float));
     for (size_t t = 0; t < T; t++) {
         for (size_t i = 0; i < half; i++) {
@@ -147,8 +158,8 @@ static void add_pairs(const struct job *job, struct work *w, const float *q, con
             n_rows++;
         }
         if (n_rows == PAIR_ROWS || (n_rows > 0 && t + 1 == n)) {
-            cblas_dsyrk(CblasRowMajor, CblasLower, CblasTrans, (int)D, (int)n_rows, 1, w->pairs, (int)D, 1, job->moments,
-                        (int)D);
+            cblas_dsyrk(CblasRowMajor, CblasLower, CblasTrans, (int)D, (int)n_rows, 1, w->pairs, (int)D, 1,
+                        job->moments, (int)D);
             n_rows = 0;
         }
     }
@@ -159,8 +170,10 @@ static size_t visible_to(const struct job *job, size_t row)
     return (size_t)job->position[row % (size_t)job->n_queries] + 1;
 }
 
-/* From p, the weights of query q (number j of the batch) on n tokens: a = p^2 |v - o|^2 scale^2, w->a holding -2 v.o. */
-static void weigh_row(const struct job *job, struct work *w, size_t j, const float *q, float scale, size_t n, size_t visible)
+/* From p, the weights of query q (number j of the batch) on n tokens: a = p^2 |v - o|^2 scale^2, w->a
+ * holding -2 v.o. */
+static void weigh_row(const struct job *job, struct work *w, size_t j, const float *q, float scale, size_t n,
+                      size_t visible)
 {
     const size_t D = (size_t)job->desc->key_head_dim, V = (size_t)job->desc->value_head_dim;
     float *a = w->a + j * n, norm = 0;
@@ -168,7 +181,8 @@ static void weigh_row(const struct job *job, struct work *w, size_t j, const flo
     for (size_t t = 0; t < n; t++) {
         const float p = w->p[j * n + t] * scale, sum = w->norm[t] + norm;
         float distance = sum + a[t];
-        if (!(distance > 0x1p-8f * sum)) { /* a token that the query sees almost alone: the sum has cancelled */
+        if (!(distance >
+              0x1p-8f * sum)) { /* a token that the query sees almost alone: the sum has cancelled */
             distance = 0;
             for (size_t c = 0; c < V; c++) {
                 const float d = job->value[t * V + c] - w->o[j * V + c];
@@ -181,30 +195,37 @@ static void weigh_row(const struct job *job, struct work *w, size_t j, const flo
     if (job->moments) add_pairs(job, w, q + j * D, a, visible);
 }
 
-/* Queries first..first+n-1 (of all rows of the job): their weights on the T tokens that any of them sees, and what follows. */
+/* Queries first..first+n-1 (of all rows of the job): their weights on the T tokens that any of them sees,
+ * and what follows. */
 static void attend_batch(struct job *job, struct work *w, size_t first, size_t n)
 {
     const lowkey_layer_desc *desc = job->desc;
     const size_t D = (size_t)desc->key_head_dim, V = (size_t)desc->value_head_dim, F = feature_count(desc);
-    const float scale = (float)(desc->logit_scale * desc->rope_attention_factor * desc->rope_attention_factor);
+    const float scale = (float)(desc->logit_scale * desc->rope_attention_factor *
+                                desc->rope_attention_factor);
     const float *q = job->query + first * D;
     size_t T = 0;
     for (size_t j = 0; j < n; j++) T = visible_to(job, first + j) > T ? visible_to(job, first + j) : T;
     const int iT = (int)T, in = (int)n, iD = (int)D, iV = (int)V, iF = (int)F;
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, in, iT, iD, scale, q, iD, w->turned, iD, 0, w->p, iT);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, in, iT, iD, scale, q, iD, w->turned, iD, 0, w->p,
+                iT);
     for (size_t j = 0; j < n; j++) softmax(w->p + j * T, visible_to(job, first + j), T);
     for (size_t j = 0; j < n; j++)
         for (size_t t = 0; t < T; t++) w->value_sums[t] += (double)w->p[j * T + t] * (double)w->p[j * T + t];
     if (!job->out->key && !job->moments) return;
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, in, iV, iT, 1, w->p, iT, job->value, iV, 0, w->o, iV);
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, in, iT, iV, -2, w->o, iV, job->value, iV, 0, w->a, iT);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, in, iV, iT, 1, w->p, iT, job->value, iV, 0, w->o,
+                iV);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, in, iT, iV, -2, w->o, iV, job->value, iV, 0, w->a,
+                iT);
     for (size_t j = 0; j < n; j++) weigh_row(job, w, j, q, scale, T, visible_to(job, first + j));
     if (job->out->key) /* sums += a' features */
-        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, iT, iF, in, 1, w->a, iT, w->features, iF, 1, w->sums, iF);
+        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, iT, iF, in, 1, w->a, iT, w->features, iF, 1,
+                    w->sums, iF);
 }
 
 /* A token's diagonal from the sums of features: u is q turned back by the token's position. */
-static void diagonal(const lowkey_layer_desc *desc, const float *sums, const float *cosine, const float *sine, float *out)
+static void diagonal(const lowkey_layer_desc *desc, const float *sums, const float *cosine, const float *sine,
+                     float *out)
 {
     const size_t D = (size_t)desc->key_head_dim;
     memcpy(out, sums, D * sizeof *out);
@@ -234,15 +255,18 @@ static lowkey_status store(struct job *job, struct work *w, size_t T)
     }
     for (size_t i = 0; job->moments && i < D * D; i++) total += job->moments[i];
     if (!isfinite(total))
-        return lowkey_fail(&job->err, LOWKEY_EINVAL, "layer %d, KV head %d: attention of the queries over the keys overflows; "
-                           "sensitivity needs other means", desc->index, job->head);
+        return lowkey_fail(&job->err, LOWKEY_EINVAL,
+                           "layer %d, KV head %d: attention of the queries over the keys overflows; "
+                           "sensitivity needs other means",
+                           desc->index, job->head);
     if (job->out->key) {
         for (size_t t = first; t < T; t++)
             diagonal(desc, w->sums + t * F, w->cosine + t * half, w->sine + t * half, rows + (t - first) * D);
         LOWKEY_TRY(lowkey_store_write(job->out->key, job->head, sample->start, n, rows, &job->err));
     }
     for (size_t t = first; job->out->value && t < T; t++) rows[t - first] = (float)w->value_sums[t];
-    return job->out->value ? lowkey_store_write(job->out->value, job->head, sample->start, n, rows, &job->err) : LOWKEY_OK;
+    return job->out->value ? lowkey_store_write(job->out->value, job->head, sample->start, n, rows, &job->err)
+                           : LOWKEY_OK;
 }
 
 static void run_job(void *arg, int i)
@@ -272,8 +296,8 @@ static lowkey_status read_queries(struct job *job, int layer, float *run, lowkey
     for (int64_t first = 0, m = 0; first < T; first += RUN) {
         const int64_t n = T - first < RUN ? T - first : RUN;
         if (m == job->n_queries || job->position[m] >= first + n) continue;
-        LOWKEY_TRY(lowkey_captures_read(job->captures, layer, LOWKEY_QUERY, job->sample, first, n, job->head * group, group,
-                                        run, err));
+        LOWKEY_TRY(lowkey_captures_read(job->captures, layer, LOWKEY_QUERY, job->sample, first, n,
+                                        job->head * group, group, run, err));
         for (; m < job->n_queries && job->position[m] < first + n; m++)
             for (int g = 0; g < group; g++)
                 memcpy(job->query + ((size_t)g * (size_t)job->n_queries + (size_t)m) * (size_t)D,
@@ -310,11 +334,14 @@ static lowkey_status job_load(struct job *job, int layer, int n_queries, lowkey_
     lowkey_status status = LOWKEY_OK;
     if (!position || !run || !job->key || !job->value || !job->query || (job->out->moments && !job->moments))
         status = lowkey_fail(err, LOWKEY_ENOMEM, "no memory for attention over %lld tokens", (long long)T);
-    for (int64_t m = 0; status == LOWKEY_OK && m < job->n_queries; m++) position[m] = (m + 1) * T / job->n_queries - 1;
+    for (int64_t m = 0; status == LOWKEY_OK && m < job->n_queries; m++)
+        position[m] = (m + 1) * T / job->n_queries - 1;
     if (status == LOWKEY_OK)
-        status = lowkey_captures_read(job->captures, layer, LOWKEY_KEY, job->sample, 0, T, job->head, 1, job->key, err);
+        status = lowkey_captures_read(job->captures, layer, LOWKEY_KEY, job->sample, 0, T, job->head, 1,
+                                      job->key, err);
     if (status == LOWKEY_OK)
-        status = lowkey_captures_read(job->captures, layer, LOWKEY_VALUE, job->sample, 0, T, job->head, 1, job->value, err);
+        status = lowkey_captures_read(job->captures, layer, LOWKEY_VALUE, job->sample, 0, T, job->head, 1,
+                                      job->value, err);
     if (status == LOWKEY_OK) status = read_queries(job, layer, run, err);
     free(run);
     return status;
@@ -332,26 +359,32 @@ static void fold(const struct job *job)
         }
 }
 
-lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int layer, int n_queries, int n_threads,
-                                           const struct lowkey_attention *out, lowkey_error *err)
+lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int layer, int n_queries,
+                                           int n_threads, const struct lowkey_attention *out,
+                                           lowkey_error *err)
 {
     enum { MOST = 64 };
     const int64_t bytes_at_once = INT64_C(256) << 20;
     const lowkey_layer_desc *desc = &captures->info->layers[layer];
-    const int64_t row = 4 * (5 * desc->key_head_dim + 2 * desc->value_head_dim + 2 * BATCH + 4); /* a job's bytes a token */
-    const int n_jobs = captures->n_samples * desc->n_kv_heads, most = n_threads * 2 < MOST ? n_threads * 2 : MOST;
+    const int64_t row = 4 * (5 * desc->key_head_dim + 2 * desc->value_head_dim + 2 * BATCH +
+                             4); /* a job's bytes a token */
+    const int n_jobs = captures->n_samples * desc->n_kv_heads,
+              most = n_threads * 2 < MOST ? n_threads * 2 : MOST;
     struct job jobs[MOST];
     lowkey_status status = LOWKEY_OK;
     if (out->moments)
-        memset(out->moments, 0, (size_t)desc->n_kv_heads * (size_t)desc->key_head_dim * (size_t)desc->key_head_dim *
-                                    sizeof *out->moments);
+        memset(out->moments, 0,
+               (size_t)desc->n_kv_heads * (size_t)desc->key_head_dim * (size_t)desc->key_head_dim *
+                   sizeof *out->moments);
     for (int done = 0; done < n_jobs && status == LOWKEY_OK;) {
         int n = 0;
         for (int64_t bytes = 0; n < most && done + n < n_jobs && status == LOWKEY_OK; n++) {
             const int sample = (done + n) / desc->n_kv_heads, head = (done + n) % desc->n_kv_heads;
             bytes += row * captures->samples[sample].n_tokens;
             if (n > 0 && bytes > bytes_at_once) break;
-            jobs[n] = (struct job){ .desc = desc, .captures = captures, .out = out, .sample = sample, .head = head };
+            jobs[n] = (struct job) {
+                .desc = desc, .captures = captures, .out = out, .sample = sample, .head = head
+            };
             status = job_load(&jobs[n], layer, n_queries, err);
         }
         if (status == LOWKEY_OK) lowkey_threads_run(&n_threads, n, run_job, jobs);
@@ -362,7 +395,8 @@ lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int 
             job_free(&jobs[i]);
         }
         done += n;
-        if (status == LOWKEY_OK && lowkey_interrupted()) status = lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
+        if (status == LOWKEY_OK && lowkey_interrupted())
+            status = lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
     }
     return status;
 }

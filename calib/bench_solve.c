@@ -1,5 +1,6 @@
-/* bench_solve.c - lowkey bench solve: one codebook over many weighted values, made up from a seed or raw f32 files;
- * lowkey bench tables: the tables of all channels of a layer, per second. The fastest of --repeat runs is told. */
+/* bench_solve.c - lowkey bench solve: one codebook over many weighted values, made up from a seed or raw
+ * f32 files; lowkey bench tables: the tables of all channels of a layer, per second. The fastest of
+ * --repeat runs is told. */
 #include "calib/bench_solve.h"
 
 #include <getopt.h>
@@ -28,27 +29,53 @@ static int parse(const char *what, int argc, char **argv, struct settings *setti
 {
     enum { POINTS = 256, CENTROIDS, SEED, REPEAT, CHANNELS, THREADS, INPUT, WEIGHTS, JSON };
     static const struct option options[] = {
-        { "points", required_argument, NULL, POINTS },     { "centroids", required_argument, NULL, CENTROIDS },
-        { "seed", required_argument, NULL, SEED },         { "repeat", required_argument, NULL, REPEAT },
-        { "channels", required_argument, NULL, CHANNELS }, { "threads", required_argument, NULL, THREADS },
-        { "input", required_argument, NULL, INPUT },       { "weights", required_argument, NULL, WEIGHTS },
-        { "json", no_argument, NULL, JSON },               { 0 },
+        { "points", required_argument, NULL, POINTS },
+        { "centroids", required_argument, NULL, CENTROIDS },
+        { "seed", required_argument, NULL, SEED },
+        { "repeat", required_argument, NULL, REPEAT },
+        { "channels", required_argument, NULL, CHANNELS },
+        { "threads", required_argument, NULL, THREADS },
+        { "input", required_argument, NULL, INPUT },
+        { "weights", required_argument, NULL, WEIGHTS },
+        { "json", no_argument, NULL, JSON },
+        { 0 },
     };
     int bad = 0;
     for (int option; !bad && (option = getopt_long(argc, argv, "", options, NULL)) != -1;) switch (option) {
-    case POINTS: bad = lowkey_parse_int("bench", "--points", optarg, 1, INT64_C(1) << 40, &settings->points); break;
-    case CENTROIDS: bad = lowkey_parse_int("bench", "--centroids", optarg, 1, LOWKEY_MAX_CENTROIDS, &settings->centroids); break;
-    case SEED: bad = lowkey_parse_int("bench", "--seed", optarg, 0, UINT32_MAX, &settings->seed); break;
-    case REPEAT: bad = lowkey_parse_int("bench", "--repeat", optarg, 1, 1000, &settings->repeat); break;
-    case CHANNELS: bad = lowkey_parse_int("bench", "--channels", optarg, 1, 1 << 20, &settings->channels); break;
-    case THREADS: bad = lowkey_parse_int("bench", "--threads", optarg, 1, 256, &settings->threads); break;
-    case INPUT: settings->input = optarg; break;
-    case WEIGHTS: settings->weights = optarg; break;
-    case JSON: settings->json = 1; break;
-    default: bad = 2;
-    }
+        case POINTS:
+            bad = lowkey_parse_int("bench", "--points", optarg, 1, INT64_C(1) << 40, &settings->points);
+            break;
+        case CENTROIDS:
+            bad = lowkey_parse_int("bench", "--centroids", optarg, 1, LOWKEY_MAX_CENTROIDS,
+                                   &settings->centroids);
+            break;
+        case SEED:
+            bad = lowkey_parse_int("bench", "--seed", optarg, 0, UINT32_MAX, &settings->seed);
+            break;
+        case REPEAT:
+            bad = lowkey_parse_int("bench", "--repeat", optarg, 1, 1000, &settings->repeat);
+            break;
+        case CHANNELS:
+            bad = lowkey_parse_int("bench", "--channels", optarg, 1, 1 << 20, &settings->channels);
+            break;
+        case THREADS:
+            bad = lowkey_parse_int("bench", "--threads", optarg, 1, 256, &settings->threads);
+            break;
+        case INPUT:
+            settings->input = optarg;
+            break;
+        case WEIGHTS:
+            settings->weights = optarg;
+            break;
+        case JSON:
+            settings->json = 1;
+            break;
+        default:
+            bad = 2;
+        }
     if (!bad && optind < argc) bad = lowkey_command_usage("bench", "%s takes no '%s'", what, argv[optind]);
-    if (!bad && settings->weights && !settings->input) bad = lowkey_command_usage("bench", "--weights belongs to --input");
+    if (!bad && settings->weights && !settings->input)
+        bad = lowkey_command_usage("bench", "--weights belongs to --input");
     return bad;
 }
 
@@ -72,14 +99,16 @@ static lowkey_status read_raw(const char *path, size_t *n, float **out, lowkey_e
     return lowkey_fail(err, LOWKEY_EIO, "%s: %zu bytes, f32 values expected", path, bytes);
 }
 
-static lowkey_status read_points(const struct settings *settings, size_t *n, float **x, float **w, lowkey_error *err)
+static lowkey_status read_points(const struct settings *settings, size_t *n, float **x, float **w,
+                                 lowkey_error *err)
 {
     LOWKEY_TRY(read_raw(settings->input, n, x, err));
     if (!settings->weights) return LOWKEY_OK;
     size_t n_weights;
     LOWKEY_TRY(read_raw(settings->weights, &n_weights, w, err));
     if (n_weights == *n) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EINVAL, "%s: %zu weights for %zu values", settings->weights, n_weights, *n);
+    return lowkey_fail(err, LOWKEY_EINVAL, "%s: %zu weights for %zu values", settings->weights, n_weights,
+                       *n);
 }
 
 /* Normal values, lognormal weights. */
@@ -125,8 +154,8 @@ static void print_solved(const struct settings *settings, size_t n, double secon
     }
     json_t *values = json_array();
     for (int c = 0; c < centroids->n; c++) json_array_append_new(values, json_real(centroids->value[c]));
-    json_t *result = json_pack("{s:I, s:i, s:f, s:f, s:o}", "points", (json_int_t)n, "centroids", centroids->n, "seconds",
-                               seconds, "cost", cost, "values", values);
+    json_t *result = json_pack("{s:I, s:i, s:f, s:f, s:o}", "points", (json_int_t)n, "centroids",
+                               centroids->n, "seconds", seconds, "cost", cost, "values", values);
     json_dumpf(result, stdout, JSON_REAL_PRECISION(17));
     printf("\n");
     json_decref(result);
@@ -142,8 +171,8 @@ int lowkey_bench_solve(int argc, char **argv)
     float *x = NULL, *w = NULL;
     struct lowkey_centroids centroids;
     double seconds = HUGE_VAL;
-    lowkey_status status =
-        settings.input ? read_points(&settings, &n, &x, &w, &err) : make_points(n, settings.seed, &x, &w, &err);
+    lowkey_status status = settings.input ? read_points(&settings, &n, &x, &w, &err)
+                                          : make_points(n, settings.seed, &x, &w, &err);
     for (int run = 0; run < settings.repeat && status == LOWKEY_OK; run++) {
         const double start = lowkey_seconds();
         status = lowkey_kmeans_points(n, x, w, (int)settings.centroids, &centroids, &err);
@@ -155,9 +184,9 @@ int lowkey_bench_solve(int argc, char **argv)
     return status == LOWKEY_OK ? 0 : lowkey_command_failed("bench", &err);
 }
 
-struct layer {           /* made-up channels, a few distinct ones in turn */
+struct layer { /* made-up channels, a few distinct ones in turn */
     size_t n_tokens, n_distinct;
-    const float *x, *w;  /* [n_distinct][n_tokens] */
+    const float *x, *w; /* [n_distinct][n_tokens] */
     int n_centroids;
     lowkey_status *status; /* [n_channels] */
 };
@@ -190,7 +219,9 @@ static void solve_channel(void *arg, int channel)
 
 int lowkey_bench_tables(int argc, char **argv)
 {
-    struct settings settings = { .points = 32768, .centroids = 4, .repeat = 1, .channels = 4096, .threads = 1 };
+    struct settings settings = {
+        .points = 32768, .centroids = 4, .repeat = 1, .channels = 4096, .threads = 1
+    };
     const int bad = parse("tables", argc, argv, &settings);
     if (bad) return bad;
     if (settings.input) return lowkey_command_usage("bench", "tables makes its own points");
@@ -215,9 +246,11 @@ int lowkey_bench_tables(int argc, char **argv)
     free(w);
     free(statuses);
     if (status != LOWKEY_OK) return lowkey_command_failed("bench", &err);
-    printf(settings.json ? "{\"channels\": %lld, \"tokens\": %zu, \"centroids\": %lld, \"threads\": %d, \"seconds\": %.6f, "
-                           "\"tables_per_second\": %.1f}\n"
-                         : "%lld channels of %zu tokens, %lld centroids, %d threads: %.2f s, %.0f tables per second\n",
+    printf(settings.json
+               ? "{\"channels\": %lld, \"tokens\": %zu, \"centroids\": %lld, \"threads\": %d, \"seconds\": "
+                 "%.6f, "
+                 "\"tables_per_second\": %.1f}\n"
+               : "%lld channels of %zu tokens, %lld centroids, %d threads: %.2f s, %.0f tables per second\n",
            (long long)settings.channels, n, (long long)settings.centroids, threads, seconds,
            (double)settings.channels / seconds);
     return 0;

@@ -17,8 +17,8 @@ static int compare_samples(const void *a, const void *b)
     return (x->offset > y->offset) - (x->offset < y->offset);
 }
 
-static lowkey_status open_files(lowkey_captures *captures, int n_paths, const char *const *paths, int first_sample,
-                                int end_sample, lowkey_error *err)
+static lowkey_status open_files(lowkey_captures *captures, int n_paths, const char *const *paths,
+                                int first_sample, int end_sample, lowkey_error *err)
 {
     for (int f = 0; f < n_paths; f++) {
         LOWKEY_TRY(lowkey_activations_open(paths[f], &captures->files[f], err));
@@ -27,8 +27,8 @@ static lowkey_status open_files(lowkey_captures *captures, int n_paths, const ch
         if (f == 0) captures->info = info;
         const int end = end_sample ? end_sample : info->n_samples;
         if (first_sample < 0 || first_sample >= end || end > info->n_samples)
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: samples %d:%d, but it holds %d", paths[f], first_sample, end,
-                               info->n_samples);
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: samples %d:%d, but it holds %d", paths[f],
+                               first_sample, end, info->n_samples);
         captures->n_samples += end - first_sample;
         captures->contents = f == 0 ? info->contents : captures->contents & info->contents;
         captures->some_contents |= info->contents;
@@ -40,15 +40,15 @@ static lowkey_status open_files(lowkey_captures *captures, int n_paths, const ch
     return LOWKEY_OK;
 }
 
-static lowkey_status sort_samples(lowkey_captures *captures, const char *const *paths, int first_sample, int end_sample,
-                                  lowkey_error *err)
+static lowkey_status sort_samples(lowkey_captures *captures, const char *const *paths, int first_sample,
+                                  int end_sample, lowkey_error *err)
 {
     int n = 0;
     for (int f = 0; f < captures->n_files; f++) {
         const struct lowkey_activations_info *info = lowkey_activations_describe(captures->files[f]);
         for (int s = first_sample; s < (end_sample ? end_sample : info->n_samples); s++) {
             const int64_t n_tokens = info->sample_offsets[s + 1] - info->sample_offsets[s];
-            captures->samples[n++] = (struct lowkey_sample){
+            captures->samples[n++] = (struct lowkey_sample) {
                 .file = f,
                 .offset = info->sample_offsets[s],
                 .n_tokens = n_tokens,
@@ -62,15 +62,16 @@ static lowkey_status sort_samples(lowkey_captures *captures, const char *const *
         struct lowkey_sample *sample = &captures->samples[s];
         sample->start = captures->n_tokens;
         captures->n_tokens += sample->n_tokens - sample->n_sinks;
-        if (s == 0 || memcmp(sample->sha256, sample[-1].sha256, 32) != 0 || sample->file == sample[-1].file) continue;
+        if (s == 0 || memcmp(sample->sha256, sample[-1].sha256, 32) != 0 || sample->file == sample[-1].file)
+            continue;
         char hex[65];
         lowkey_sha256_print(sample->sha256, hex);
         return lowkey_fail(err, LOWKEY_EINVAL, "%s and %s: both hold sample %.16s...; it would count twice",
                            paths[sample[-1].file], paths[sample->file], hex);
     }
     if (captures->n_tokens > 0) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EINVAL, "%s: no token is left: %d samples, none longer than the %d sinks", paths[0],
-                       captures->n_samples, captures->n_sinks);
+    return lowkey_fail(err, LOWKEY_EINVAL, "%s: no token is left: %d samples, none longer than the %d sinks",
+                       paths[0], captures->n_samples, captures->n_sinks);
 }
 
 struct text {
@@ -117,26 +118,31 @@ lowkey_status lowkey_captures_open(int n_paths, const char *const *paths, int fi
     lowkey_captures *captures = calloc(1, sizeof *captures);
     if (captures) captures->files = calloc((size_t)n_paths, sizeof *captures->files);
     lowkey_status status = LOWKEY_OK;
-    if (!captures || !captures->files) status = lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d files", n_paths);
+    if (!captures || !captures->files)
+        status = lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d files", n_paths);
     if (status == LOWKEY_OK) {
         captures->n_sinks = n_sinks;
         status = open_files(captures, n_paths, paths, first_sample, end_sample, err);
     }
     if (status == LOWKEY_OK) {
         captures->samples = calloc((size_t)captures->n_samples, sizeof *captures->samples);
-        status = captures->samples ? sort_samples(captures, paths, first_sample, end_sample, err)
-                                   : lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d samples", captures->n_samples);
+        status = captures->samples
+                     ? sort_samples(captures, paths, first_sample, end_sample, err)
+                     : lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d samples", captures->n_samples);
     }
     if (status == LOWKEY_OK) status = join_texts(captures, err);
-    if (status == LOWKEY_OK) *out = captures;
-    else lowkey_captures_close(captures);
+    if (status == LOWKEY_OK)
+        *out = captures;
+    else
+        lowkey_captures_close(captures);
     return status;
 }
 
 void lowkey_captures_close(lowkey_captures *captures)
 {
     if (!captures) return;
-    for (int f = 0; captures->files && f < captures->n_files; f++) lowkey_activations_close(captures->files[f]);
+    for (int f = 0; captures->files && f < captures->n_files; f++)
+        lowkey_activations_close(captures->files[f]);
     free(captures->files);
     free(captures->samples);
     free(captures->text_name);
@@ -144,11 +150,11 @@ void lowkey_captures_close(lowkey_captures *captures)
     free(captures);
 }
 
-lowkey_status lowkey_captures_read(const lowkey_captures *captures, int layer, enum lowkey_stream stream, int sample,
-                                   int64_t first, int64_t n_tokens, int first_head, int n_heads, float *out,
-                                   lowkey_error *err)
+lowkey_status lowkey_captures_read(const lowkey_captures *captures, int layer, enum lowkey_stream stream,
+                                   int sample, int64_t first, int64_t n_tokens, int first_head, int n_heads,
+                                   float *out, lowkey_error *err)
 {
     const struct lowkey_sample *s = &captures->samples[sample];
-    return lowkey_activations_read(captures->files[s->file], layer, stream, s->offset + first, n_tokens, first_head,
-                                   n_heads, out, err);
+    return lowkey_activations_read(captures->files[s->file], layer, stream, s->offset + first, n_tokens,
+                                   first_head, n_heads, out, err);
 }

@@ -16,9 +16,9 @@ enum { RUN = 512 }; /* tokens of a sample taken together: so the sums are the sa
 struct moments { /* of one run of tokens */
     int64_t n_tokens;
     int n_heads, head_dim;
-    const float *rows;  /* [n_tokens][n_heads][head_dim] */
-    double *scratch;    /* [n_heads][RUN][head_dim] */
-    double *out;        /* [n_heads][head_dim][head_dim], lower triangle */
+    const float *rows; /* [n_tokens][n_heads][head_dim] */
+    double *scratch; /* [n_heads][RUN][head_dim] */
+    double *out; /* [n_heads][head_dim][head_dim], lower triangle */
 };
 
 static void add_head(void *arg, int h)
@@ -27,12 +27,14 @@ static void add_head(void *arg, int h)
     const size_t D = (size_t)m->head_dim, n = (size_t)m->n_tokens;
     double *rows = m->scratch + (size_t)h * RUN * D;
     for (size_t t = 0; t < n; t++)
-        for (size_t c = 0; c < D; c++) rows[t * D + c] = (double)m->rows[(t * (size_t)m->n_heads + (size_t)h) * D + c];
-    cblas_dsyrk(CblasRowMajor, CblasLower, CblasTrans, (int)D, (int)n, 1, rows, (int)D, 1, m->out + (size_t)h * D * D, (int)D);
+        for (size_t c = 0; c < D; c++)
+            rows[t * D + c] = (double)m->rows[(t * (size_t)m->n_heads + (size_t)h) * D + c];
+    cblas_dsyrk(CblasRowMajor, CblasLower, CblasTrans, (int)D, (int)n, 1, rows, (int)D, 1,
+                m->out + (size_t)h * D * D, (int)D);
 }
 
-lowkey_status lowkey_gradient_moments(const lowkey_captures *captures, int layer, enum lowkey_stream stream, int n_threads,
-                                      double *out, lowkey_error *err)
+lowkey_status lowkey_gradient_moments(const lowkey_captures *captures, int layer, enum lowkey_stream stream,
+                                      int n_threads, double *out, lowkey_error *err)
 {
     const lowkey_layer_desc *desc = &captures->info->layers[layer];
     const int H = lowkey_stream_heads(desc, stream), D = lowkey_stream_head_dim(desc, stream);
@@ -49,7 +51,8 @@ lowkey_status lowkey_gradient_moments(const lowkey_captures *captures, int layer
             status = lowkey_captures_read(captures, layer, stream, s, first, n, 0, H, rows, err);
             struct moments moments = { n, H, D, rows, scratch, out };
             if (status == LOWKEY_OK) lowkey_threads_run(&n_threads, H, add_head, &moments);
-            if (status == LOWKEY_OK && lowkey_interrupted()) status = lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
+            if (status == LOWKEY_OK && lowkey_interrupted())
+                status = lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
         }
     }
     for (size_t h = 0; h < (size_t)H; h++)
@@ -62,19 +65,21 @@ lowkey_status lowkey_gradient_moments(const lowkey_captures *captures, int layer
 }
 
 /* Append first..last-1 of the plain order, n_together side by side, those of the greatest width first. */
-static int order_by_width(const uint16_t *plain, int first, int last, int n_together, const uint8_t *bits, int n,
-                          uint16_t *order)
+static int order_by_width(const uint16_t *plain, int first, int last, int n_together, const uint8_t *bits,
+                          int n, uint16_t *order)
 {
     for (int width = 16; width > 0; width--)
         for (int r = first; r < last; r += n_together) {
             int widest = 0;
-            for (int i = 0; i < n_together; i++) widest = bits[plain[r + i]] > widest ? bits[plain[r + i]] : widest;
+            for (int i = 0; i < n_together; i++)
+                widest = bits[plain[r + i]] > widest ? bits[plain[r + i]] : widest;
             for (int i = 0; i < n_together && widest == width; i++) order[n++] = plain[r + i];
         }
     return n;
 }
 
-void lowkey_row_order(int head_dim, int rope_dims, lowkey_pairing pairing, const uint8_t *bits, uint16_t *order)
+void lowkey_row_order(int head_dim, int rope_dims, lowkey_pairing pairing, const uint8_t *bits,
+                      uint16_t *order)
 {
     uint16_t plain[LOWKEY_MAX_HEAD_DIM];
     lowkey_default_order(head_dim, rope_dims, pairing, plain); /* pairs, then the rest */
@@ -82,8 +87,8 @@ void lowkey_row_order(int head_dim, int rope_dims, lowkey_pairing pairing, const
     order_by_width(plain, rope_dims, head_dim, 1, bits, n, order);
 }
 
-/* A = l D l' with l unit lower triangular, in place below the diagonal; D takes the diagonal. l_ij is what Cholesky's
- * L_ij / L_jj is. 0: not positive definite. */
+/* A = l D l' with l unit lower triangular, in place below the diagonal; D takes the diagonal. l_ij is what
+ * Cholesky's L_ij / L_jj is. 0: not positive definite. */
 static int factor_in_place(size_t n, double *A)
 {
     for (size_t j = 0; j < n; j++) {
@@ -97,8 +102,8 @@ static int factor_in_place(size_t n, double *A)
     return 1;
 }
 
-lowkey_status lowkey_feedback_factor(int head_dim, const double *H, const uint16_t *order, double damp, float *factor,
-                                     int *is_zero, lowkey_error *err)
+lowkey_status lowkey_feedback_factor(int head_dim, const double *H, const uint16_t *order, double damp,
+                                     float *factor, int *is_zero, lowkey_error *err)
 {
     const size_t D = (size_t)head_dim;
     memset(factor, 0, D * D * sizeof *factor);
@@ -116,6 +121,7 @@ lowkey_status lowkey_feedback_factor(int head_dim, const double *H, const uint16
             factor[i * D + j] = lowkey_f16_to_f32(lowkey_f32_to_f16_saturate((float)l[i * D + j], NULL));
     free(l);
     if (good) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EINVAL, "feedback: the matrix of %d channels cannot be factored with damp %g; raise it",
+    return lowkey_fail(err, LOWKEY_EINVAL,
+                       "feedback: the matrix of %d channels cannot be factored with damp %g; raise it",
                        head_dim, damp);
 }

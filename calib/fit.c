@@ -1,5 +1,5 @@
-/* fit.c - the loop over layers, keys and values: what each is weighed by, its tables, the feedback, the corrections, and a
- * last pass of packing that says what it costs; then the quantizer file. */
+/* fit.c - the loop over layers, keys and values: what each is weighed by, its tables, the feedback, the
+ * corrections, and a last pass of packing that says what it costs; then the quantizer file. */
 #include "calib/fit.h"
 
 #include <cblas.h>
@@ -25,12 +25,12 @@ struct layer_fit { /* one layer while it is fitted */
     const lowkey_captures *captures;
     const struct lowkey_fit_options *options;
     enum lowkey_sensitivity sensitivity;
-    const char *out;           /* scratch files go beside it */
+    const char *out; /* scratch files go beside it */
     int layer;
     struct lowkey_side_fit side[2];
     struct lowkey_grids grids[2];
     struct lowkey_store store[2]; /* weights from attention */
-    double *moments;           /* of keys, from attention: [H][D][D]; NULL: not wanted */
+    double *moments; /* of keys, from attention: [H][D][D]; NULL: not wanted */
 };
 
 static int has(const lowkey_captures *captures, enum lowkey_stream stream)
@@ -39,12 +39,16 @@ static int has(const lowkey_captures *captures, enum lowkey_stream stream)
 }
 
 /* Feedback takes its matrix from gradients, or for keys from queries. */
-static lowkey_status check_feedback(const lowkey_captures *captures, const struct lowkey_fit_options *options, lowkey_error *err)
+static lowkey_status check_feedback(const lowkey_captures *captures, const struct lowkey_fit_options *options,
+                                    lowkey_error *err)
 {
     if (options->side[0].feedback && !has(captures, LOWKEY_KEY_GRAD) && !has(captures, LOWKEY_QUERY))
-        return lowkey_fail(err, LOWKEY_EINVAL, "error feedback for keys needs key_grad or query, which the files do not all have");
+        return lowkey_fail(
+            err, LOWKEY_EINVAL,
+            "error feedback for keys needs key_grad or query, which the files do not all have");
     if (options->side[1].feedback && !has(captures, LOWKEY_VALUE_GRAD))
-        return lowkey_fail(err, LOWKEY_EINVAL, "error feedback for values needs value_grad, which the files do not all have");
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "error feedback for values needs value_grad, which the files do not all have");
     return LOWKEY_OK;
 }
 
@@ -60,15 +64,18 @@ static lowkey_status attend(struct layer_fit *fit, lowkey_error *err)
     if (weighs) LOWKEY_TRY(lowkey_store_open(fit->out, n, (int)H, (int)D, &fit->store[0], err));
     if (weighs) LOWKEY_TRY(lowkey_store_open(fit->out, n, (int)H, 1, &fit->store[1], err));
     if (feeds) fit->moments = malloc(H * D * D * sizeof *fit->moments);
-    if (feeds && !fit->moments) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu matrices of %zu channels", H, D);
-    const struct lowkey_attention wanted = { weighs ? &fit->store[0] : NULL, weighs ? &fit->store[1] : NULL, fit->moments };
-    return lowkey_attention_sensitivity(fit->captures, fit->layer, fit->options->n_queries, fit->options->n_threads, &wanted,
-                                        err);
+    if (feeds && !fit->moments)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu matrices of %zu channels", H, D);
+    const struct lowkey_attention wanted = { weighs ? &fit->store[0] : NULL, weighs ? &fit->store[1] : NULL,
+                                             fit->moments };
+    return lowkey_attention_sensitivity(fit->captures, fit->layer, fit->options->n_queries,
+                                        fit->options->n_threads, &wanted, err);
 }
 
 static struct lowkey_weights weights_of(const struct layer_fit *fit, int which)
 {
-    struct lowkey_weights weights = { .captures = fit->captures, .layer = fit->layer,
+    struct lowkey_weights weights = { .captures = fit->captures,
+                                      .layer = fit->layer,
                                       .head_dim = fit->side[which].head_dim };
     switch (fit->sensitivity) {
     case LOWKEY_SENSITIVITY_FISHER:
@@ -83,7 +90,8 @@ static struct lowkey_weights weights_of(const struct layer_fit *fit, int which)
         weights.source = LOWKEY_WEIGHTS_STORE;
         weights.store = &fit->store[which];
         break;
-    default: break;
+    default:
+        break;
     }
     return weights;
 }
@@ -97,9 +105,11 @@ static lowkey_status fit_feedback(struct layer_fit *fit, int which, lowkey_error
     lowkey_status status = LOWKEY_OK;
     if (which || has(fit->captures, LOWKEY_KEY_GRAD)) {
         moments = malloc(H * D * D * sizeof *moments);
-        if (!moments) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu matrices of %zu channels", H, D);
-        status = lowkey_gradient_moments(fit->captures, fit->layer, which ? LOWKEY_VALUE_GRAD : LOWKEY_KEY_GRAD,
-                                         fit->options->n_threads, moments, err);
+        if (!moments)
+            return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu matrices of %zu channels", H, D);
+        status = lowkey_gradient_moments(fit->captures, fit->layer,
+                                         which ? LOWKEY_VALUE_GRAD : LOWKEY_KEY_GRAD, fit->options->n_threads,
+                                         moments, err);
     }
     for (size_t h = 0; h < H && status == LOWKEY_OK; h++) {
         int is_zero;
@@ -128,13 +138,18 @@ static lowkey_status fit_side(struct layer_fit *fit, int which, struct lowkey_po
     return LOWKEY_OK;
 }
 
-/* Pack both sides with the tables as they are: for the corrections where correct is set, else for the report. */
-static lowkey_status pack_layer(struct layer_fit *fit, lowkey_layer_desc *layer, int correct, lowkey_error *err)
+/* Pack both sides with the tables as they are: for the corrections where correct is set, else for the
+ * report. */
+static lowkey_status pack_layer(struct layer_fit *fit, lowkey_layer_desc *layer, int correct,
+                                lowkey_error *err)
 {
     layer->key = fit->side[0].desc;
     layer->value = fit->side[1].desc;
-    const lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = 1, .layers = layer,
-                                         .n_sink_tokens = fit->options->n_sinks, .sink_rule = fit->options->sink_rule };
+    const lowkey_quantizer_desc desc = { .struct_size = sizeof desc,
+                                         .n_layers = 1,
+                                         .layers = layer,
+                                         .n_sink_tokens = fit->options->n_sinks,
+                                         .sink_rule = fit->options->sink_rule };
     lowkey_quantizer *quantizer;
     LOWKEY_TRY(lowkey_quantizer_create(&desc, NULL, &quantizer, err));
     lowkey_status status = LOWKEY_OK;
@@ -144,7 +159,8 @@ static lowkey_status pack_layer(struct layer_fit *fit, lowkey_layer_desc *layer,
         if (correct && !corrects) continue;
         struct lowkey_pool pool = { 0 };
         struct lowkey_moments moments;
-        status = lowkey_side_fit_pack(side, &lowkey_quantizer_layer_at(quantizer, 0)->side[which], &moments, &pool, err);
+        status = lowkey_side_fit_pack(side, &lowkey_quantizer_layer_at(quantizer, 0)->side[which], &moments,
+                                      &pool, err);
         if (status == LOWKEY_OK && correct) {
             lowkey_side_fit_correct(side, &moments);
             lowkey_side_fit_store(side);
@@ -157,7 +173,8 @@ static lowkey_status pack_layer(struct layer_fit *fit, lowkey_layer_desc *layer,
     return status;
 }
 
-static lowkey_status fit_layer(struct layer_fit *fit, lowkey_layer_desc *layer, struct lowkey_pool *pool, lowkey_error *err)
+static lowkey_status fit_layer(struct layer_fit *fit, lowkey_layer_desc *layer, struct lowkey_pool *pool,
+                               lowkey_error *err)
 {
     fit->store[0].fd = fit->store[1].fd = -1;
     lowkey_status status = attend(fit, err);
@@ -178,8 +195,8 @@ static double passes(const struct lowkey_side_options *side)
     return 2 + (side->token_scale != LOWKEY_SCALE_NONE) + (side->gain || side->qnorm);
 }
 
-static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_options *options, const char *out,
-                                enum lowkey_sensitivity sensitivity, lowkey_error *err)
+static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_options *options,
+                                const char *out, enum lowkey_sensitivity sensitivity, lowkey_error *err)
 {
     const lowkey_captures *captures = result->captures;
     const int n_layers = captures->info->n_layers;
@@ -191,15 +208,22 @@ static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_o
                                 (void **)&result->public.notes, err));
     struct lowkey_progress progress;
     double work_done = 0;
-    lowkey_progress_start(&progress, "fit", (passes(&options->side[0]) + passes(&options->side[1])) * n_layers *
-                                                (double)captures->n_tokens);
+    lowkey_progress_start(&progress, "fit",
+                          (passes(&options->side[0]) + passes(&options->side[1])) * n_layers *
+                              (double)captures->n_tokens);
     lowkey_status status = LOWKEY_OK;
     for (int i = 0; i < n_layers && status == LOWKEY_OK; i++) {
-        struct layer_fit fit = { .captures = captures, .options = options, .sensitivity = sensitivity, .out = out, .layer = i };
+        struct layer_fit fit = {
+            .captures = captures, .options = options, .sensitivity = sensitivity, .out = out, .layer = i
+        };
         for (int which = 0; which < 2; which++)
-            fit.side[which] = (struct lowkey_side_fit){ .captures = captures, .options = options, .layer = i, .which = which,
-                                                        .side = &options->side[which], .progress = &progress,
-                                                        .work_done = &work_done };
+            fit.side[which] = (struct lowkey_side_fit) { .captures = captures,
+                                                         .options = options,
+                                                         .layer = i,
+                                                         .which = which,
+                                                         .side = &options->side[which],
+                                                         .progress = &progress,
+                                                         .work_done = &work_done };
         layers[i] = captures->info->layers[i];
         status = fit_layer(&fit, &layers[i], &result->pool, err);
         for (int which = 0; which < 2; which++) {
@@ -208,9 +232,12 @@ static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_o
         }
     }
     lowkey_progress_end(&progress);
-    result->desc = (lowkey_quantizer_desc){ .struct_size = sizeof result->desc, .n_layers = n_layers, .layers = layers,
-                                            .n_sink_tokens = options->n_sinks, .sink_rule = options->sink_rule,
-                                            .model_name = captures->info->model_name };
+    result->desc = (lowkey_quantizer_desc) { .struct_size = sizeof result->desc,
+                                             .n_layers = n_layers,
+                                             .layers = layers,
+                                             .n_sink_tokens = options->n_sinks,
+                                             .sink_rule = options->sink_rule,
+                                             .model_name = captures->info->model_name };
     memcpy(result->desc.model_sha256, captures->info->model_sha256, 32);
     return status;
 }
@@ -219,12 +246,15 @@ static lowkey_status fill_record(struct result *result, const struct lowkey_fit_
                                  enum lowkey_sensitivity sensitivity, lowkey_error *err)
 {
     static const char *const names[] = {
-        [LOWKEY_SENSITIVITY_NONE] = "none", [LOWKEY_SENSITIVITY_WEIGHT] = "weight",
-        [LOWKEY_SENSITIVITY_FISHER] = "fisher", [LOWKEY_SENSITIVITY_ATTENTION] = "attention",
+        [LOWKEY_SENSITIVITY_NONE] = "none",
+        [LOWKEY_SENSITIVITY_WEIGHT] = "weight",
+        [LOWKEY_SENSITIVITY_FISHER] = "fisher",
+        [LOWKEY_SENSITIVITY_ATTENTION] = "attention",
     };
     const lowkey_captures *captures = result->captures;
-    unsigned char (*sha256)[32];
-    LOWKEY_TRY(lowkey_pool_take(&result->pool, (size_t)captures->n_samples, sizeof *sha256, (void **)&sha256, err));
+    unsigned char(*sha256)[32];
+    LOWKEY_TRY(
+        lowkey_pool_take(&result->pool, (size_t)captures->n_samples, sizeof *sha256, (void **)&sha256, err));
     for (int s = 0; s < captures->n_samples; s++) memcpy(sha256[s], captures->samples[s].sha256, 32);
     struct lowkey_fit_record *record = &result->record;
     record->n_model_layers = captures->info->n_model_layers;
@@ -236,12 +266,13 @@ static lowkey_status fill_record(struct result *result, const struct lowkey_fit_
     record->text_name = captures->text_name;
     record->text_sha256 = captures->text_sha256;
     record->n_samples = captures->n_samples;
-    record->sample_sha256 = (const unsigned char (*)[32])sha256;
+    record->sample_sha256 = (const unsigned char(*)[32])sha256;
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out, const struct lowkey_fit_options *options,
-                         struct lowkey_fit_result **result_out, lowkey_error *err)
+lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
+                         const struct lowkey_fit_options *options, struct lowkey_fit_result **result_out,
+                         lowkey_error *err)
 {
     if (result_out) *result_out = NULL;
     LOWKEY_TRY(lowkey_fit_options_check(options, err));
@@ -250,11 +281,11 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
     const double start = lowkey_seconds();
     enum lowkey_sensitivity sensitivity = LOWKEY_SENSITIVITY_NONE;
     openblas_set_num_threads(1); /* threads are ours: sums in one order */
-    lowkey_status status = lowkey_captures_open(n_paths, paths, options->first_sample, options->end_sample, options->n_sinks,
-                                                &result->captures, err);
+    lowkey_status status = lowkey_captures_open(n_paths, paths, options->first_sample, options->end_sample,
+                                                options->n_sinks, &result->captures, err);
     if (status == LOWKEY_OK)
-        status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents, result->captures->some_contents,
-                                           &sensitivity, err);
+        status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents,
+                                           result->captures->some_contents, &sensitivity, err);
     if (status == LOWKEY_OK) status = check_feedback(result->captures, options, err);
     if (status == LOWKEY_OK) status = fit_layers(result, options, out, sensitivity, err);
     if (status == LOWKEY_OK) status = fill_record(result, options, sensitivity, err);
@@ -262,8 +293,10 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
     result->public.desc = &result->desc;
     result->public.record = &result->record;
     result->public.seconds = lowkey_seconds() - start;
-    if (status == LOWKEY_OK && result_out) *result_out = &result->public;
-    else lowkey_fit_result_free(&result->public);
+    if (status == LOWKEY_OK && result_out)
+        *result_out = &result->public;
+    else
+        lowkey_fit_result_free(&result->public);
     return status;
 }
 

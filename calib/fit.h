@@ -10,38 +10,41 @@
 enum lowkey_codebook { LOWKEY_CODEBOOK_FITTED, LOWKEY_CODEBOOK_UNIFORM, LOWKEY_CODEBOOK_NORMAL_FLOAT };
 enum lowkey_scope { LOWKEY_SCOPE_CHANNEL, LOWKEY_SCOPE_HEAD, LOWKEY_SCOPE_LAYER };
 enum lowkey_sensitivity {
-    LOWKEY_SENSITIVITY_AUTO, /* fisher, weight, attention, none: the first that every file has the streams of */
-    LOWKEY_SENSITIVITY_NONE, LOWKEY_SENSITIVITY_WEIGHT, LOWKEY_SENSITIVITY_FISHER, LOWKEY_SENSITIVITY_ATTENTION
+    LOWKEY_SENSITIVITY_AUTO, /* the first of fisher, weight, attention, none that every file has */
+    LOWKEY_SENSITIVITY_NONE,
+    LOWKEY_SENSITIVITY_WEIGHT,
+    LOWKEY_SENSITIVITY_FISHER,
+    LOWKEY_SENSITIVITY_ATTENTION
 };
 
 enum { LOWKEY_MAX_WIDTHS = 64 };
 
-struct lowkey_side_options {         /* of keys, or of values */
-    int n_widths;                    /* widths of channels in turn: RoPE pair by pair for keys, channel by channel for values */
+struct lowkey_side_options { /* of keys, or of values */
+    int n_widths; /* widths of channels in turn: RoPE pair by pair for keys, channel by channel for values */
     uint8_t widths[LOWKEY_MAX_WIDTHS];
     lowkey_rule rule_8, rule_16;
     enum lowkey_codebook codebook;
     enum lowkey_scope scope;
     lowkey_token_scale token_scale;
-    int scale_block;                 /* 0: one scale a token */
-    double outlier_fraction;         /* 0 to 1; the rule is limit for static tables, rank with a token scale */
-    int outlier_cap;                 /* a token; 0: four times what the fraction says for limit, all for rank */
-    int outlier_page_capacity;       /* 0: one and a half times what the fraction says for limit, all for rank */
+    int scale_block; /* 0: one scale a token */
+    double outlier_fraction; /* 0 to 1; the rule is limit for static tables, rank with a token scale */
+    int outlier_cap; /* a token; 0: four times what the fraction says for limit, all for rank */
+    int outlier_page_capacity; /* 0: one and a half times what the fraction says for limit, all for rank */
     int feedback, gain, qnorm;
 };
 
 struct lowkey_fit_options {
     struct lowkey_side_options side[2]; /* keys, values */
-    int first_sample, end_sample;    /* of every file: samples first..end-1; end 0: to the file's end */
+    int first_sample, end_sample; /* of every file: samples first..end-1; end 0: to the file's end */
     int n_sinks;
-    lowkey_rule sink_rule;           /* F16 or BF16 */
+    lowkey_rule sink_rule; /* F16 or BF16 */
     enum lowkey_sensitivity sensitivity;
-    int n_queries;                   /* sampled of each sample and query head, for attention */
-    double weight_clip, weight_floor;/* multiples of a channel's mean weight; 0: none */
-    int normalised_units;            /* weights count on normalised values, as KVQuant's public code has it */
+    int n_queries; /* sampled of each sample and query head, for attention */
+    double weight_clip, weight_floor; /* multiples of a channel's mean weight; 0: none */
+    int normalised_units; /* weights count on normalised values, as KVQuant's public code has it */
     double damp;
     int n_threads;
-    int64_t column_bytes;            /* of values loaded at once; 0: 320 MiB */
+    int64_t column_bytes; /* of values loaded at once; 0: 320 MiB */
 };
 
 struct lowkey_fit_options lowkey_fit_defaults(void); /* 4 bits, static tables per channel, no outliers */
@@ -50,28 +53,30 @@ int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options);
 
 /* What was seen that a user should know: bits of lowkey_side_notes.suspicions. */
 enum {
-    LOWKEY_SUSPECT_BF16_AS_F16 = 1,  /* f16 by its type, yet every value has bf16's few mantissa bits */
-    LOWKEY_SUSPECT_ALL_EQUAL = 2,    /* one value in the whole layer */
-    LOWKEY_SUSPECT_OFFSETS = 4       /* more than a tenth of the channels are offset-heavy */
+    LOWKEY_SUSPECT_BF16_AS_F16 = 1, /* f16 by its type, yet every value has bf16's few mantissa bits */
+    LOWKEY_SUSPECT_ALL_EQUAL = 2, /* one value in the whole layer */
+    LOWKEY_SUSPECT_OFFSETS = 4 /* more than a tenth of the channels are offset-heavy */
 };
 struct lowkey_side_notes {
     unsigned suspicions;
-    int zero_feedback;               /* KV heads whose feedback matrix is 0 */
-    int tables_clamped_to_range;     /* channels whose correction was left out: it would have left the range */
+    int zero_feedback; /* KV heads whose feedback matrix is 0 */
+    int tables_clamped_to_range; /* channels whose correction was left out: it would have left the range */
 };
 
 /* What was written, for a report: lives until lowkey_fit_result_free. */
 struct lowkey_fit_result {
     const lowkey_quantizer_desc *desc;
     const struct lowkey_fit_record *record;
-    struct lowkey_side_notes (*notes)[2];  /* [n_layers] */
+    struct lowkey_side_notes (*notes)[2]; /* [n_layers] */
     double seconds;
 };
 
-/* The quantizer file's bytes depend on the samples and the options alone: not on threads, files, or the order of either.
- * At most 1 GiB of memory whatever the files' size (to 50 million tokens). result may be NULL. */
-lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out, const struct lowkey_fit_options *options,
-                         struct lowkey_fit_result **result, lowkey_error *err);
+/* The quantizer file's bytes depend on the samples and the options alone: not on threads, files, or the
+ * order of either. At most 1 GiB of memory whatever the files' size (to 50 million tokens). result may be
+ * NULL. */
+lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
+                         const struct lowkey_fit_options *options, struct lowkey_fit_result **result,
+                         lowkey_error *err);
 void lowkey_fit_result_free(struct lowkey_fit_result *result);
 
 /* The report on stdout: a table, or one JSON object. */

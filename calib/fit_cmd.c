@@ -9,9 +9,12 @@
 static const char usage[] =
     "usage: lowkey fit --out QUANTIZER.h5 [OPTION]... ACTIVATIONS.h5...\n"
     "\n"
-    "Fit tables to captured keys and values. Options of a side are for both; --key-... and --value-... for one.\n"
-    "  --preset NAME             KVQuant's recipe: kvquant-nuq2, -nuq3, -nuq4, each also with -1%; others then change it\n"
-    "  --[key-|value-]bits N     1 to 5, 8 or 16 (4); N,M,...: by RoPE pair of keys, by channel of values, in turn\n"
+    "Fit tables to captured keys and values. Options of a side are for both; --key-... and --value-... for "
+    "one.\n"
+    "  --preset NAME             KVQuant's recipe: kvquant-nuq2, -nuq3, -nuq4, each also with -1%; others "
+    "then change it\n"
+    "  --[key-|value-]bits N     1 to 5, 8 or 16 (4); N,M,...: by RoPE pair of keys, by channel of values, "
+    "in turn\n"
     "  --[..]codebook KIND       fitted (default), uniform, normal_float\n"
     "  --[..]scope S             what shares a codebook: channel (default), head, layer\n"
     "  --[..]token-scale TYPE    none (default: static tables), f16, f32\n"
@@ -25,10 +28,12 @@ static const char usage[] =
     "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both\n"
     "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both\n"
     "  --damp F                  of the feedback's matrix (0.05)\n"
-    "  --samples FIRST:END       of every file only samples FIRST..END-1 (all): the others are for measuring\n"
+    "  --samples FIRST:END       of every file only samples FIRST..END-1 (all): the others are for "
+    "measuring\n"
     "  --sinks N                 first tokens of a sample left out and kept in 16 bits (0)\n"
     "  --sink-rule R             f16 (default), bf16\n"
-    "  --sensitivity S           auto (default: the first that the files have), fisher, weight, attention, none\n"
+    "  --sensitivity S           auto (default: the first that the files have), fisher, weight, attention, "
+    "none\n"
     "  --queries N               sampled of each sample and head for attention (128)\n"
     "  --weight-clip F, --weight-floor F   multiples of a channel's mean weight (50, 0.001); 0: none\n"
     "  --weight-units U          original (default), normalised\n"
@@ -39,25 +44,57 @@ enum { KEYS = 1, VALUES = 2, BOTH = KEYS | VALUES };
 
 /* Options of a side; each exists three times. */
 enum side_option {
-    BITS, CODEBOOK, SCOPE, TOKEN_SCALE, SCALE_BLOCK, OUTLIERS, OUTLIER_CAP, OUTLIER_PAGE, RULE_8, RULE_16, QNORM, N_SIDE_OPTIONS
+    BITS,
+    CODEBOOK,
+    SCOPE,
+    TOKEN_SCALE,
+    SCALE_BLOCK,
+    OUTLIERS,
+    OUTLIER_CAP,
+    OUTLIER_PAGE,
+    RULE_8,
+    RULE_16,
+    QNORM,
+    N_SIDE_OPTIONS
 };
-static const char *const side_options[N_SIDE_OPTIONS] = {
-    "bits", "codebook", "scope", "token-scale", "scale-block", "outliers", "outlier-cap", "outlier-page", "rule-8", "rule-16",
-    "qnorm"
-};
+static const char *const side_options[N_SIDE_OPTIONS] = { "bits",        "codebook",     "scope",
+                                                          "token-scale", "scale-block",  "outliers",
+                                                          "outlier-cap", "outlier-page", "rule-8",
+                                                          "rule-16",     "qnorm" };
 enum other_option {
-    OUT = 4 * N_SIDE_OPTIONS + 256, PRESET, GAIN, FEEDBACK, DAMP, SAMPLES, SINKS, SINK_RULE, SENSITIVITY, QUERIES, CLIP, FLOOR, UNITS,
-    THREADS, JSON, HELP
+    OUT = 4 * N_SIDE_OPTIONS + 256,
+    PRESET,
+    GAIN,
+    FEEDBACK,
+    DAMP,
+    SAMPLES,
+    SINKS,
+    SINK_RULE,
+    SENSITIVITY,
+    QUERIES,
+    CLIP,
+    FLOOR,
+    UNITS,
+    THREADS,
+    JSON,
+    HELP
 };
 static const struct option other_options[] = {
-    { "out", required_argument, NULL, OUT },           { "preset", required_argument, NULL, PRESET },
-    { "gain", optional_argument, NULL, GAIN },         { "feedback", optional_argument, NULL, FEEDBACK },
+    { "out", required_argument, NULL, OUT },
+    { "preset", required_argument, NULL, PRESET },
+    { "gain", optional_argument, NULL, GAIN },
+    { "feedback", optional_argument, NULL, FEEDBACK },
     { "samples", required_argument, NULL, SAMPLES },
-    { "damp", required_argument, NULL, DAMP },         { "sinks", required_argument, NULL, SINKS },
-    { "sink-rule", required_argument, NULL, SINK_RULE }, { "sensitivity", required_argument, NULL, SENSITIVITY },
-    { "queries", required_argument, NULL, QUERIES },   { "weight-clip", required_argument, NULL, CLIP },
-    { "weight-floor", required_argument, NULL, FLOOR }, { "weight-units", required_argument, NULL, UNITS },
-    { "threads", required_argument, NULL, THREADS },   { "json", no_argument, NULL, JSON },
+    { "damp", required_argument, NULL, DAMP },
+    { "sinks", required_argument, NULL, SINKS },
+    { "sink-rule", required_argument, NULL, SINK_RULE },
+    { "sensitivity", required_argument, NULL, SENSITIVITY },
+    { "queries", required_argument, NULL, QUERIES },
+    { "weight-clip", required_argument, NULL, CLIP },
+    { "weight-floor", required_argument, NULL, FLOOR },
+    { "weight-units", required_argument, NULL, UNITS },
+    { "threads", required_argument, NULL, THREADS },
+    { "json", no_argument, NULL, JSON },
     { "help", no_argument, NULL, HELP },
 };
 enum { N_OTHER = sizeof other_options / sizeof other_options[0] };
@@ -78,8 +115,9 @@ static void make_table(struct command *command)
     for (int o = 0; o < N_SIDE_OPTIONS; o++)
         for (int p = 0; p < 3; p++, n++) {
             snprintf(command->names[n], sizeof command->names[n], "%s%s", prefixes[p], side_options[o]);
-            command->table[n] = (struct option){ command->names[n], o == QNORM ? no_argument : required_argument, NULL,
-                                                 256 + 4 * o + sides[p] };
+            command->table[n] = (struct option) { command->names[n],
+                                                  o == QNORM ? no_argument : required_argument, NULL,
+                                                  256 + 4 * o + sides[p] };
         }
     memcpy(command->table + n, other_options, sizeof other_options);
 }
@@ -105,7 +143,8 @@ static int parse_widths(const char *option, const char *text, struct lowkey_side
     for (char *word; (word = strsep(&rest, ",")) != NULL;) {
         int64_t bits;
         if (lowkey_parse_int("fit", option, word, 1, 16, &bits)) return 2;
-        if (side->n_widths == LOWKEY_MAX_WIDTHS) return lowkey_command_usage("fit", "%s: too long a list", option);
+        if (side->n_widths == LOWKEY_MAX_WIDTHS)
+            return lowkey_command_usage("fit", "%s: too long a list", option);
         side->widths[side->n_widths++] = (uint8_t)bits;
     }
     return 0;
@@ -119,25 +158,44 @@ static int parse_number(const char *option, const char *text, int64_t low, int64
     return 0;
 }
 
-static int parse_side(struct lowkey_side_options *side, enum side_option which, const char *option, const char *text)
+static int parse_side(struct lowkey_side_options *side, enum side_option which, const char *option,
+                      const char *text)
 {
     static const char *const codebooks[] = { "fitted", "uniform", "normal_float", NULL };
     static const char *const scopes[] = { "channel", "head", "layer", NULL };
     static const char *const scales[] = { "none", "f16", "f32", NULL };
-    static const char *const rules_8[] = { "e4m3", "e5m2", "int8", NULL }, *const rules_16[] = { "f16", "bf16", NULL };
+    static const char *const rules_8[] = { "e4m3", "e5m2", "int8", NULL }, *const rules_16[] = { "f16",
+                                                                                                 "bf16",
+                                                                                                 NULL };
     int chosen = 0;
     switch (which) {
-    case BITS: return parse_widths(option, text, side);
-    case CODEBOOK: side->codebook = (enum lowkey_codebook)(chosen = choose(option, text, codebooks)); break;
-    case SCOPE: side->scope = (enum lowkey_scope)(chosen = choose(option, text, scopes)); break;
-    case TOKEN_SCALE: side->token_scale = (lowkey_token_scale)(chosen = choose(option, text, scales)); break;
-    case RULE_8: side->rule_8 = (lowkey_rule)(LOWKEY_RULE_E4M3 + (chosen = choose(option, text, rules_8))); break;
-    case RULE_16: side->rule_16 = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, text, rules_16))); break;
-    case SCALE_BLOCK: return parse_number(option, text, 0, 65536, &side->scale_block);
-    case OUTLIERS: return lowkey_parse_double("fit", option, text, 0, 1, &side->outlier_fraction);
-    case OUTLIER_CAP: return parse_number(option, text, 1, 65535, &side->outlier_cap);
-    case OUTLIER_PAGE: return parse_number(option, text, 1, 65535, &side->outlier_page_capacity);
-    default: side->qnorm = 1;
+    case BITS:
+        return parse_widths(option, text, side);
+    case CODEBOOK:
+        side->codebook = (enum lowkey_codebook)(chosen = choose(option, text, codebooks));
+        break;
+    case SCOPE:
+        side->scope = (enum lowkey_scope)(chosen = choose(option, text, scopes));
+        break;
+    case TOKEN_SCALE:
+        side->token_scale = (lowkey_token_scale)(chosen = choose(option, text, scales));
+        break;
+    case RULE_8:
+        side->rule_8 = (lowkey_rule)(LOWKEY_RULE_E4M3 + (chosen = choose(option, text, rules_8)));
+        break;
+    case RULE_16:
+        side->rule_16 = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, text, rules_16)));
+        break;
+    case SCALE_BLOCK:
+        return parse_number(option, text, 0, 65536, &side->scale_block);
+    case OUTLIERS:
+        return lowkey_parse_double("fit", option, text, 0, 1, &side->outlier_fraction);
+    case OUTLIER_CAP:
+        return parse_number(option, text, 1, 65535, &side->outlier_cap);
+    case OUTLIER_PAGE:
+        return parse_number(option, text, 1, 65535, &side->outlier_page_capacity);
+    default:
+        side->qnorm = 1;
     }
     return chosen < 0 ? 2 : 0;
 }
@@ -150,31 +208,53 @@ static int parse_sides(const char *option, const char *text, int otherwise)
 
 static int parse_other(struct command *command, int which, const char *option)
 {
-    static const char *const rules[] = { "f16", "bf16", NULL }, *const units[] = { "original", "normalised", NULL };
+    static const char *const rules[] = { "f16", "bf16", NULL }, *const units[] = { "original", "normalised",
+                                                                                   NULL };
     static const char *const sensitivities[] = { "auto", "none", "weight", "fisher", "attention", NULL };
     struct lowkey_fit_options *o = &command->options;
     int chosen = 0;
     switch (which) {
-    case OUT: command->out = optarg; break;
-    case PRESET: break; /* taken before */
-    case GAIN: chosen = parse_sides(option, optarg, VALUES) - 1;
+    case OUT:
+        command->out = optarg;
+        break;
+    case PRESET:
+        break; /* taken before */
+    case GAIN:
+        chosen = parse_sides(option, optarg, VALUES) - 1;
         for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].gain = (chosen + 1) >> s & 1;
         break;
-    case FEEDBACK: chosen = parse_sides(option, optarg, KEYS) - 1;
+    case FEEDBACK:
+        chosen = parse_sides(option, optarg, KEYS) - 1;
         for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].feedback = (chosen + 1) >> s & 1;
         break;
-    case DAMP: return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
-    case SAMPLES: return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
-    case SINKS: return parse_number(option, optarg, 0, 64, &o->n_sinks);
-    case SINK_RULE: o->sink_rule = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, optarg, rules))); break;
-    case SENSITIVITY: o->sensitivity = (enum lowkey_sensitivity)(chosen = choose(option, optarg, sensitivities)); break;
-    case QUERIES: return parse_number(option, optarg, 1, 1 << 20, &o->n_queries);
-    case CLIP: return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_clip);
-    case FLOOR: return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_floor);
-    case UNITS: o->normalised_units = chosen = choose(option, optarg, units); break;
-    case THREADS: return parse_number(option, optarg, 1, 256, &o->n_threads);
-    case JSON: command->json = 1; break;
-    default: return 2;
+    case DAMP:
+        return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
+    case SAMPLES:
+        return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
+    case SINKS:
+        return parse_number(option, optarg, 0, 64, &o->n_sinks);
+    case SINK_RULE:
+        o->sink_rule = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, optarg, rules)));
+        break;
+    case SENSITIVITY:
+        o->sensitivity = (enum lowkey_sensitivity)(chosen = choose(option, optarg, sensitivities));
+        break;
+    case QUERIES:
+        return parse_number(option, optarg, 1, 1 << 20, &o->n_queries);
+    case CLIP:
+        return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_clip);
+    case FLOOR:
+        return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_floor);
+    case UNITS:
+        o->normalised_units = chosen = choose(option, optarg, units);
+        break;
+    case THREADS:
+        return parse_number(option, optarg, 1, 256, &o->n_threads);
+    case JSON:
+        command->json = 1;
+        break;
+    default:
+        return 2;
     }
     return chosen < 0 ? 2 : 0;
 }
@@ -198,7 +278,8 @@ static int parse(int argc, char **argv, struct command *command)
             if (o >= OUT) bad = parse_other(command, o, option);
             for (int s = 0; s < 2 && o < OUT && !bad; s++)
                 if ((o - 256) % 4 >> s & 1)
-                    bad = parse_side(&command->options.side[s], (enum side_option)((o - 256) / 4), option, optarg);
+                    bad = parse_side(&command->options.side[s], (enum side_option)((o - 256) / 4), option,
+                                     optarg);
             if (bad) return bad;
         }
     }
@@ -216,7 +297,8 @@ int lowkey_fit_cmd(int argc, char **argv)
     lowkey_catch_interrupts();
     struct lowkey_fit_result *result;
     lowkey_error err;
-    if (lowkey_fit(argc - optind, (const char *const *)(argv + optind), command.out, &command.options, &result, &err))
+    if (lowkey_fit(argc - optind, (const char *const *)(argv + optind), command.out, &command.options,
+                   &result, &err))
         return lowkey_command_failed("fit", &err);
     lowkey_fit_report(result, command.json);
     lowkey_fit_result_free(result);

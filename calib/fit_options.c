@@ -9,16 +9,22 @@
 
 struct lowkey_fit_options lowkey_fit_defaults(void)
 {
-    const struct lowkey_side_options side = { .n_widths = 1, .widths = { 4 }, .rule_8 = LOWKEY_RULE_E4M3,
-                                              .rule_16 = LOWKEY_RULE_F16 };
-    return (struct lowkey_fit_options){
-        .side = { side, side }, .sink_rule = LOWKEY_RULE_F16, .n_queries = 128, .weight_clip = 50, .weight_floor = 1e-3,
-        .damp = 0.05, .n_threads = 1,
+    const struct lowkey_side_options side = {
+        .n_widths = 1, .widths = { 4 }, .rule_8 = LOWKEY_RULE_E4M3, .rule_16 = LOWKEY_RULE_F16
+    };
+    return (struct lowkey_fit_options) {
+        .side = { side, side },
+        .sink_rule = LOWKEY_RULE_F16,
+        .n_queries = 128,
+        .weight_clip = 50,
+        .weight_floor = 1e-3,
+        .damp = 0.05,
+        .n_threads = 1,
     };
 }
 
-/* Keys: one codebook a layer, each channel's range. Values: a scale a token, one codebook a layer. The first token is a
- * sink. Weights as they are, on normalised values. */
+/* Keys: one codebook a layer, each channel's range. Values: a scale a token, one codebook a layer. The
+ * first token is a sink. Weights as they are, on normalised values. */
 int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options)
 {
     static const char stem[] = "kvquant-nuq";
@@ -45,7 +51,8 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
     int any_table = 0, any_one = 0;
     for (int i = 0; i < side->n_widths; i++) {
         if (!lowkey_wide_bits(side->widths[i]))
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: a width is 1 to 5, 8 or 16 bits, not %d", name, side->widths[i]);
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: a width is 1 to 5, 8 or 16 bits, not %d", name,
+                               side->widths[i]);
         any_table |= side->widths[i] <= 5;
         any_one |= side->widths[i] == 1;
     }
@@ -53,13 +60,15 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
     if (side->codebook == LOWKEY_CODEBOOK_NORMAL_FLOAT && any_one)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a NormalFloat codebook has 2 to 5 bits, not 1", name);
     if (!(side->outlier_fraction >= 0 && side->outlier_fraction <= 1))
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a fraction of outliers is 0 to 1, not %g", name, side->outlier_fraction);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a fraction of outliers is 0 to 1, not %g", name,
+                           side->outlier_fraction);
     if (!any_table && side->token_scale != LOWKEY_SCALE_NONE)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a token scale belongs to widths of 1 to 5 bits", name);
     if (!any_table && (side->gain || side->qnorm))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a correction belongs to widths of 1 to 5 bits", name);
     if (side->gain && side->qnorm)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: gain and Q-Norm correct the same spread: choose one", name);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: gain and Q-Norm correct the same spread: choose one",
+                           name);
     return LOWKEY_OK;
 }
 
@@ -69,21 +78,23 @@ lowkey_status lowkey_fit_options_check(const struct lowkey_fit_options *options,
     LOWKEY_TRY(check_side(&options->side[1], "values", err));
     if (options->n_sinks < 0 || options->n_sinks > 64)
         return lowkey_fail(err, LOWKEY_EINVAL, "0 to 64 sinks, not %d", options->n_sinks);
-    if (options->n_queries < 1) return lowkey_fail(err, LOWKEY_EINVAL, "at least one query a sample, not %d", options->n_queries);
+    if (options->n_queries < 1)
+        return lowkey_fail(err, LOWKEY_EINVAL, "at least one query a sample, not %d", options->n_queries);
     if (!(options->damp > 0) || !(options->weight_clip >= 0) || !(options->weight_floor >= 0))
         return lowkey_fail(err, LOWKEY_EINVAL, "damp is above 0, clip and floor of weights are not below it");
     return LOWKEY_OK;
 }
 
-#define HAS(streams, s) ((streams) >> (s) & 1)
+#define HAS(streams, s) ((streams) >> (s)&1)
 
 static int has_both(unsigned contents, enum lowkey_stream key, enum lowkey_stream value)
 {
     return HAS(contents, key) && HAS(contents, value);
 }
 
-lowkey_status lowkey_choose_sensitivity(enum lowkey_sensitivity asked, unsigned contents, unsigned some_contents,
-                                        enum lowkey_sensitivity *out, lowkey_error *err)
+lowkey_status lowkey_choose_sensitivity(enum lowkey_sensitivity asked, unsigned contents,
+                                        unsigned some_contents, enum lowkey_sensitivity *out,
+                                        lowkey_error *err)
 {
     const int any[] = {
         [LOWKEY_SENSITIVITY_FISHER] = has_both(contents, LOWKEY_KEY_GRAD, LOWKEY_VALUE_GRAD),
@@ -102,8 +113,11 @@ lowkey_status lowkey_choose_sensitivity(enum lowkey_sensitivity asked, unsigned 
                : any[LOWKEY_SENSITIVITY_WEIGHT]    ? LOWKEY_SENSITIVITY_WEIGHT
                : any[LOWKEY_SENSITIVITY_ATTENTION] ? LOWKEY_SENSITIVITY_ATTENTION
                                                    : LOWKEY_SENSITIVITY_NONE;
-    if (!any[*out]) return lowkey_fail(err, LOWKEY_EINVAL, "sensitivity %s, which the files do not all have", needs[*out]);
+    if (!any[*out])
+        return lowkey_fail(err, LOWKEY_EINVAL, "sensitivity %s, which the files do not all have",
+                           needs[*out]);
     if (asked == LOWKEY_SENSITIVITY_AUTO && contents != some_contents)
-        return lowkey_fail(err, LOWKEY_EINVAL, "the files do not have the same contents: say which --sensitivity is meant");
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "the files do not have the same contents: say which --sensitivity is meant");
     return LOWKEY_OK;
 }

@@ -7,9 +7,10 @@
 
 lowkey_status lowkey_fit_options_check(const struct lowkey_fit_options *options, lowkey_error *err);
 
-/* What AUTO stands for, or whether what was asked for can be done. contents, some_contents: streams that all files have, that
- * any has. Files that differ are refused unless told what is meant. */
-lowkey_status lowkey_choose_sensitivity(enum lowkey_sensitivity asked, unsigned contents, unsigned some_contents,
-                                        enum lowkey_sensitivity *out, lowkey_error *err);
+/* What AUTO stands for, or whether what was asked for can be done. contents, some_contents: streams that
+ * all files have, that any has. Files that differ are refused unless told what is meant. */
+lowkey_status lowkey_choose_sensitivity(enum lowkey_sensitivity asked, unsigned contents,
+                                        unsigned some_contents, enum lowkey_sensitivity *out,
+                                        lowkey_error *err);
 
 #endif

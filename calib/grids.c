@@ -1,5 +1,6 @@
-/* grids.c - scales, zeros and outliers by rank of every token, from the packing kernel itself, so that tables are fitted on
- * what packing will normalise. None of them depends on tables: the kernel is given ones of two entries. */
+/* grids.c - scales, zeros and outliers by rank of every token, from the packing kernel itself, so that
+ * tables are fitted on what packing will normalise. None of them depends on tables: the kernel is given
+ * ones of two entries. */
 #include <float.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,8 @@ static void note_page(void *user, void *sums, const struct lowkey_packed_page *p
         const int slot = page->first_slot + t;
         const int64_t token = page->start + t;
         for (int b = 0; b < grids->n_blocks; b++) {
-            const struct lowkey_grid grid = lowkey_grid_of(side, page->side_page, slot, b * grids->scale_block);
+            const struct lowkey_grid grid = lowkey_grid_of(side, page->side_page, slot,
+                                                           b * grids->scale_block);
             grids->scale[token * grids->n_blocks + b] = grid.scale;
             grids->zero[token * grids->n_blocks + b] = grid.zero;
         }
@@ -27,14 +29,17 @@ static void note_page(void *user, void *sums, const struct lowkey_packed_page *p
         const int first = lowkey_first_outlier(side, page->side_page, slot, page->first_live_slot);
         const int end = lowkey_get_u16(page->side_page + side->layout.end_offset + 2 * slot);
         for (int e = first; e < end; e++)
-            outliers[e - first] = lowkey_get_u16(page->side_page + side->layout.outlier_offset + 4 * (size_t)e);
+            outliers[e - first] = lowkey_get_u16(page->side_page + side->layout.outlier_offset +
+                                                 4 * (size_t)e);
     }
 }
 
-static lowkey_status find(struct lowkey_side_fit *fit, struct lowkey_grids *grids, struct lowkey_pool *pool, lowkey_error *err)
+static lowkey_status find(struct lowkey_side_fit *fit, struct lowkey_grids *grids, struct lowkey_pool *pool,
+                          lowkey_error *err)
 {
     const lowkey_layer_desc *geometry = &fit->captures->info->layers[fit->layer];
-    const size_t other = (size_t)fit->n_heads * (size_t)(fit->which ? geometry->key_head_dim : geometry->value_head_dim);
+    const size_t other = (size_t)fit->n_heads *
+                         (size_t)(fit->which ? geometry->key_head_dim : geometry->value_head_dim);
     uint8_t *bits, *other_bits;
     float *table, *boundary, *lower, *upper, *zeros;
     LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, (void **)&bits, err));
@@ -65,17 +70,24 @@ static lowkey_status find(struct lowkey_side_fit *fit, struct lowkey_grids *grid
     side.upper = upper;
     lowkey_layer_desc layer = *geometry;
     *(fit->which ? &layer.value : &layer.key) = side;
-    *(fit->which ? &layer.key : &layer.value) = (lowkey_side_desc){
-        .struct_size = sizeof(lowkey_side_desc), .bits = other_bits, .lower = zeros, .upper = zeros, .rule_16 = LOWKEY_RULE_F16
+    *(fit->which ? &layer.key : &layer.value) = (lowkey_side_desc) { .struct_size = sizeof(lowkey_side_desc),
+                                                                     .bits = other_bits,
+                                                                     .lower = zeros,
+                                                                     .upper = zeros,
+                                                                     .rule_16 = LOWKEY_RULE_F16 };
+    const lowkey_quantizer_desc desc = {
+        .struct_size = sizeof desc, .n_layers = 1, .layers = &layer, .n_sink_tokens = fit->options->n_sinks
     };
-    const lowkey_quantizer_desc desc = { .struct_size = sizeof desc, .n_layers = 1, .layers = &layer,
-                                         .n_sink_tokens = fit->options->n_sinks };
     lowkey_quantizer *quantizer;
     LOWKEY_TRY(lowkey_quantizer_create(&desc, NULL, &quantizer, err));
     const struct lowkey_pack_pass pass = {
-        .captures = fit->captures, .layer = fit->layer, .stream = fit->which ? LOWKEY_VALUE : LOWKEY_KEY,
-        .side = &lowkey_quantizer_layer_at(quantizer, 0)->side[fit->which], .n_threads = fit->options->n_threads,
-        .visit = note_page, .user = grids,
+        .captures = fit->captures,
+        .layer = fit->layer,
+        .stream = fit->which ? LOWKEY_VALUE : LOWKEY_KEY,
+        .side = &lowkey_quantizer_layer_at(quantizer, 0)->side[fit->which],
+        .n_threads = fit->options->n_threads,
+        .visit = note_page,
+        .user = grids,
     };
     const lowkey_status status = lowkey_pack_pass(&pass, NULL, err);
     lowkey_quantizer_free(quantizer);

@@ -1,9 +1,10 @@
-/* kmeans.c - weighted k-means in one dimension. Optimal clusters are intervals, so that dynamic programming over
- * sorted runs of data finds the optimum; runs are the values themselves where those are few, else bins, and
- * Lloyd's iteration on the values then settles the boundaries within the bins. kmeans_points.c makes the bins
- * for values that are not sorted.
+/* kmeans.c - weighted k-means in one dimension. Optimal clusters are intervals, so that dynamic
+ * programming over sorted runs of data finds the optimum; runs are the values themselves where those are
+ * few, else bins, and Lloyd's iteration on the values then settles the boundaries within the bins.
+ * kmeans_points.c makes the bins for values that are not sorted.
  *
- * Minimising sum w (x - centroid)^2 is maximising, over clusters, moment^2 / weight: two sums a run are enough. */
+ * Minimising sum w (x - centroid)^2 is maximising, over clusters, moment^2 / weight: two sums a run are
+ * enough. */
 #include "calib/kmeans_parts.h"
 
 #include <math.h>
@@ -22,8 +23,8 @@ static inline double gain(struct lowkey_mass before, struct lowkey_mass to)
 struct row { /* one row of the dynamic programme: the best of the first j runs in k clusters */
     const struct lowkey_mass *sums;
     const double *shorter; /* [n + 1] the best in k - 1 clusters */
-    double *best;          /* [n + 1] */
-    uint32_t *start;       /* [n + 1] where the last cluster starts; ties to the lower */
+    double *best; /* [n + 1] */
+    uint32_t *start; /* [n + 1] where the last cluster starts; ties to the lower */
 };
 
 static void solve_one(const struct row *row, size_t j, size_t from, size_t to)
@@ -54,16 +55,19 @@ static void solve_range(const struct row *row, size_t first, size_t last, size_t
     }
 }
 
-lowkey_status lowkey_partition(size_t n, const struct lowkey_mass *sums, int n_clusters, size_t *ends, lowkey_error *err)
+lowkey_status lowkey_partition(size_t n, const struct lowkey_mass *sums, int n_clusters, size_t *ends,
+                               lowkey_error *err)
 {
-    if (n >= UINT32_MAX) return lowkey_fail(err, LOWKEY_EINVAL, "k-means: %zu runs of data, at most 2^32 - 2", n);
+    if (n >= UINT32_MAX)
+        return lowkey_fail(err, LOWKEY_EINVAL, "k-means: %zu runs of data, at most 2^32 - 2", n);
     const size_t k = (size_t)n_clusters;
     double *best = malloc(2 * (n + 1) * sizeof *best);
     uint32_t *start = malloc(k * (n + 1) * sizeof *start);
     if (!best || !start) {
         free(best);
         free(start);
-        return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu runs and %d centroids", n, n_clusters);
+        return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu runs and %d centroids", n,
+                           n_clusters);
     }
     double *shorter = best + n + 1;
     for (size_t j = 1; j <= n; j++) best[j] = gain(sums[0], sums[j]);
@@ -73,7 +77,8 @@ lowkey_status lowkey_partition(size_t n, const struct lowkey_mass *sums, int n_c
         shorter = swap;
         const struct row row = { sums, shorter, best, start + c * (n + 1) };
         const size_t last = n - (k - c - 1);
-        solve_range(&row, c + 1 < k ? c + 1 : last, last, c, last - 1); /* of the last row only j = n is wanted */
+        solve_range(&row, c + 1 < k ? c + 1 : last, last, c,
+                    last - 1); /* of the last row only j = n is wanted */
     }
     ends[k - 1] = n;
     for (size_t c = k - 1; c > 0; c--) ends[c - 1] = start[c * (n + 1) + ends[c]];
@@ -107,8 +112,10 @@ static size_t runs_up_to(const struct lowkey_runs *runs, double b, size_t guess)
     }
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
-        if (value[middle] <= b) low = middle + 1;
-        else high = middle;
+        if (value[middle] <= b)
+            low = middle + 1;
+        else
+            high = middle;
     }
     return low;
 }
@@ -157,9 +164,10 @@ void lowkey_lloyd(const struct lowkey_runs *runs, int n_clusters, size_t *ends)
     }
 }
 
-/* The runs within reach of a boundary, each by itself, and what lies between taken together: cut[i] is the first run of
- * piece i, cut[n_pieces] = n. */
-static size_t cut_near(const struct lowkey_runs *runs, int n_clusters, const size_t *ends, size_t reach, size_t *cut)
+/* The runs within reach of a boundary, each by itself, and what lies between taken together: cut[i] is the
+ * first run of piece i, cut[n_pieces] = n. */
+static size_t cut_near(const struct lowkey_runs *runs, int n_clusters, const size_t *ends, size_t reach,
+                       size_t *cut)
 {
     size_t n_pieces = 0, next = 0;
     cut[n_pieces++] = 0;
@@ -197,7 +205,7 @@ lowkey_status lowkey_polish(const struct lowkey_runs *runs, int n_clusters, size
 void lowkey_centroids_of(const struct lowkey_runs *runs, int n_clusters, const size_t *ends, double origin,
                          struct lowkey_centroids *out)
 {
-    *out = (struct lowkey_centroids){ .n = n_clusters };
+    *out = (struct lowkey_centroids) { .n = n_clusters };
     for (int c = 0; c < n_clusters; c++) out->value[c] = origin + mean_of(runs, c ? ends[c - 1] : 0, ends[c]);
     for (int c = 0; c + 1 < n_clusters; c++) out->boundary[c] = 0.5 * out->value[c] + 0.5 * out->value[c + 1];
     out->cost = fmax(runs->square - total_gain(runs->sums, n_clusters, ends), 0);
@@ -205,10 +213,10 @@ void lowkey_centroids_of(const struct lowkey_runs *runs, int n_clusters, const s
 
 lowkey_status lowkey_runs_alloc(struct lowkey_runs *runs, size_t capacity, lowkey_error *err)
 {
-    *runs = (struct lowkey_runs){ .value = malloc((capacity + 1) * sizeof *runs->value),
-                                  .sums = malloc((capacity + 1) * sizeof *runs->sums) };
+    *runs = (struct lowkey_runs) { .value = malloc((capacity + 1) * sizeof *runs->value),
+                                   .sums = malloc((capacity + 1) * sizeof *runs->sums) };
     if (runs->value && runs->sums) {
-        runs->sums[0] = (struct lowkey_mass){ 0, 0 };
+        runs->sums[0] = (struct lowkey_mass) { 0, 0 };
         return LOWKEY_OK;
     }
     lowkey_runs_free(runs);
@@ -219,18 +227,19 @@ void lowkey_runs_free(struct lowkey_runs *runs)
 {
     free(runs->value);
     free(runs->sums);
-    *runs = (struct lowkey_runs){ 0 };
+    *runs = (struct lowkey_runs) { 0 };
 }
 
 void lowkey_runs_add(struct lowkey_runs *runs, double value, double weight, double moment)
 {
     const struct lowkey_mass before = runs->sums[runs->n];
     if (runs->n == 0 || value > runs->value[runs->n - 1]) runs->value[runs->n++] = value;
-    runs->sums[runs->n] = (struct lowkey_mass){ before.weight + weight, before.moment + moment };
+    runs->sums[runs->n] = (struct lowkey_mass) { before.weight + weight, before.moment + moment };
 }
 
-/* Cut runs into bins for the dynamic programme: half of them by rank, so that the bulk is fine, half by range, so that
- * rare large values are told apart. Returns how many; cut[b] is the first run of bin b, cut[n_bins] = n. */
+/* Cut runs into bins for the dynamic programme: half of them by rank, so that the bulk is fine, half by
+ * range, so that rare large values are told apart. Returns how many; cut[b] is the first run of bin b,
+ * cut[n_bins] = n. */
 static size_t cut_bins(const struct lowkey_runs *runs, size_t n_bins, size_t *cut)
 {
     const size_t half = n_bins / 2, n = runs->n;
@@ -247,7 +256,8 @@ static size_t cut_bins(const struct lowkey_runs *runs, size_t n_bins, size_t *cu
     return bins;
 }
 
-static lowkey_status solve_binned(const struct lowkey_runs *runs, int n_clusters, size_t *ends, lowkey_error *err)
+static lowkey_status solve_binned(const struct lowkey_runs *runs, int n_clusters, size_t *ends,
+                                  lowkey_error *err)
 {
     enum { BINS = 2048 };
     if (runs->n <= BINS) return lowkey_partition(runs->n, runs->sums, n_clusters, ends, err);
@@ -261,8 +271,8 @@ static lowkey_status solve_binned(const struct lowkey_runs *runs, int n_clusters
     return lowkey_polish(runs, n_clusters, ends, err);
 }
 
-static lowkey_status solve(const struct lowkey_runs *runs, double origin, int n_centroids, struct lowkey_centroids *out,
-                           lowkey_error *err)
+static lowkey_status solve(const struct lowkey_runs *runs, double origin, int n_centroids,
+                           struct lowkey_centroids *out, lowkey_error *err)
 {
     if (runs->n == 0) return lowkey_fail(err, LOWKEY_EINVAL, "k-means: no value of positive weight");
     size_t ends[LOWKEY_MAX_CENTROIDS];
@@ -276,7 +286,8 @@ static lowkey_status solve(const struct lowkey_runs *runs, double origin, int n_
 lowkey_status lowkey_check_centroids(int n_centroids, lowkey_error *err)
 {
     if (n_centroids >= 1 && n_centroids <= LOWKEY_MAX_CENTROIDS) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EINVAL, "k-means: 1 to %d centroids, not %d", LOWKEY_MAX_CENTROIDS, n_centroids);
+    return lowkey_fail(err, LOWKEY_EINVAL, "k-means: 1 to %d centroids, not %d", LOWKEY_MAX_CENTROIDS,
+                       n_centroids);
 }
 
 lowkey_status lowkey_kmeans_sorted(size_t n, const float *x, const float *w, int n_centroids,
@@ -290,7 +301,8 @@ lowkey_status lowkey_kmeans_sorted(size_t n, const float *x, const float *w, int
     for (size_t i = 0; i < n && status == LOWKEY_OK; i++) {
         const double weight = w ? (double)w[i] : 1;
         if (!isfinite(x[i]) || !isfinite(weight) || weight < 0 || (i && x[i] < x[i - 1])) {
-            status = lowkey_fail(err, LOWKEY_EINVAL, "k-means: value %zu: %g of weight %g: finite, rising and >= 0 expected", i,
+            status = lowkey_fail(err, LOWKEY_EINVAL,
+                                 "k-means: value %zu: %g of weight %g: finite, rising and >= 0 expected", i,
                                  (double)x[i], weight);
         } else if (weight > 0) {
             const double d = (double)x[i] - origin;
@@ -310,13 +322,17 @@ lowkey_status lowkey_kmeans_bins(size_t n, const struct lowkey_mass *bins, doubl
     struct lowkey_runs runs;
     LOWKEY_TRY(lowkey_runs_alloc(&runs, n, err));
     for (size_t i = 0; i < n; i++)
-        if (bins[i].weight > 0) lowkey_runs_add(&runs, bins[i].moment / bins[i].weight, bins[i].weight, bins[i].moment);
+        if (bins[i].weight > 0)
+            lowkey_runs_add(&runs, bins[i].moment / bins[i].weight, bins[i].weight, bins[i].moment);
     runs.square = square;
     lowkey_status status;
     size_t ends[LOWKEY_MAX_CENTROIDS];
     const int n_clusters = runs.n < (size_t)n_centroids ? (int)runs.n : n_centroids;
-    if (runs.n == 0) status = lowkey_fail(err, LOWKEY_EINVAL, "k-means: no value of positive weight");
-    else status = lowkey_partition(runs.n, runs.sums, n_clusters, ends, err); /* bins cannot be cut: no Lloyd */
+    if (runs.n == 0)
+        status = lowkey_fail(err, LOWKEY_EINVAL, "k-means: no value of positive weight");
+    else
+        status = lowkey_partition(runs.n, runs.sums, n_clusters, ends,
+                                  err); /* bins cannot be cut: no Lloyd */
     if (status == LOWKEY_OK) lowkey_centroids_of(&runs, n_clusters, ends, 0, out);
     lowkey_runs_free(&runs);
     return status;

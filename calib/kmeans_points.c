@@ -1,11 +1,12 @@
-/* kmeans_points.c - weighted k-means of millions of values that are not sorted: one pass sums them into bins, dynamic
- * programming over the bins finds the optimum on bin edges, a second pass takes the values near the
- * boundaries out of their bins, and Lloyd's iteration settles the boundaries among them.
+/* kmeans_points.c - weighted k-means of millions of values that are not sorted: one pass sums them into
+ * bins, dynamic programming over the bins finds the optimum on bin edges, a second pass takes the values
+ * near the boundaries out of their bins, and Lloyd's iteration settles the boundaries among them.
  *
  * Bins have two levels. A cell is a range of the float's bits of x - origin (32 to the octave), so that
- * cells are fine around the origin, which lies in the bulk, whatever the range; a cell is cut into equal bins, as
- * many as a sample of the values says that it needs: their number goes with (weight width^2)^(1/3), which makes the spread
- * within bins least. Should the sample have misled, the sums of the bins lay out the next round. */
+ * cells are fine around the origin, which lies in the bulk, whatever the range; a cell is cut into equal
+ * bins, as many as a sample of the values says that it needs: their number goes with (weight
+ * width^2)^(1/3), which makes the spread within bins least. Should the sample have misled, the sums of the
+ * bins lay out the next round. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -15,11 +16,11 @@
 #include "runtime/error.h"
 
 enum {
-    CELL_SHIFT = 18,                   /* of a float's 23 mantissa bits 5 stay */
+    CELL_SHIFT = 18, /* of a float's 23 mantissa bits 5 stay */
     N_CELLS = 1 << (32 - CELL_SHIFT),
-    MAX_BINS = 1 << 16,                /* bin numbers are kept as u16 */
-    BLOCK = 512,                       /* values taken together */
-    FEW = 1024,                        /* distinct values up to which each is a run of its own */
+    MAX_BINS = 1 << 16, /* bin numbers are kept as u16 */
+    BLOCK = 512, /* values taken together */
+    FEW = 1024, /* distinct values up to which each is a run of its own */
 };
 
 struct cell {
@@ -29,14 +30,14 @@ struct cell {
 
 struct points {
     size_t n;
-    const float *x, *w;                /* w may be NULL */
-    double origin, square;             /* sum of w (x - origin)^2 */
+    const float *x, *w; /* w may be NULL */
+    double origin, square; /* sum of w (x - origin)^2 */
     uint32_t n_bins;
-    uint16_t *bin_of;                  /* [n] */
+    uint16_t *bin_of; /* [n] */
     struct cell cells[N_CELLS];
     double cell_weight[N_CELLS];
     struct lowkey_mass bins[MAX_BINS];
-    uint8_t is_open[MAX_BINS];         /* its values are runs of their own */
+    uint8_t is_open[MAX_BINS]; /* its values are runs of their own */
 };
 
 static inline double weight_of(const struct points *points, size_t i)
@@ -82,8 +83,8 @@ static void lay_bins(struct points *points, uint32_t n_shared)
         const uint32_t n_bins = 1 + (claim > 0 ? (uint32_t)(n_shared * (claim / claims)) : 0);
         const double left = key_edge(c), width = key_edge(c + 1) - left;
         const float per_unit = (float)(n_bins / width); /* 0 where the width is infinite */
-        *cell = (struct cell){ isfinite(per_unit) && per_unit > 0 ? (float)left : 0,
-                               isfinite(per_unit) && per_unit > 0 ? per_unit : 0, points->n_bins, n_bins };
+        *cell = (struct cell) { isfinite(per_unit) && per_unit > 0 ? (float)left : 0,
+                                isfinite(per_unit) && per_unit > 0 ? per_unit : 0, points->n_bins, n_bins };
         points->n_bins += n_bins;
     }
 }
@@ -109,9 +110,10 @@ static lowkey_status look_at_sample(struct points *points, lowkey_error *err)
     return LOWKEY_OK;
 }
 
-/* Sum one block of values into the bins. What needs no look-up is done first, side by side. Returns whether any value or
- * weight may be bad: not finite, or a weight's sign set. */
-static inline __attribute__((always_inline)) int sum_block(struct points *points, size_t first, size_t n, const int weighted)
+/* Sum one block of values into the bins. What needs no look-up is done first, side by side. Returns
+ * whether any value or weight may be bad: not finite, or a weight's sign set. */
+static inline __attribute__((always_inline)) int sum_block(struct points *points, size_t first, size_t n,
+                                                           const int weighted)
 {
     const float *x = points->x + first, *w = points->w + first;
     float near[BLOCK];
@@ -127,7 +129,7 @@ static inline __attribute__((always_inline)) int sum_block(struct points *points
     for (size_t i = 0; i < n; i++) {
         const double d = (double)x[i] - points->origin, weight = weighted ? (double)w[i] : 1;
         near[i] = (float)d;
-        mass[i] = (struct lowkey_mass){ weight, weight * d };
+        mass[i] = (struct lowkey_mass) { weight, weight * d };
         square += mass[i].moment * d;
     }
     for (size_t i = 0; i < n; i++) cell[i] = lowkey_float_key(near[i]) >> CELL_SHIFT;
@@ -150,7 +152,8 @@ static lowkey_status sum_bins(struct points *points, lowkey_error *err)
         if (!(points->w ? sum_block(points, first, n, 1) : sum_block(points, first, n, 0))) continue;
         for (size_t i = first; i < first + n; i++)
             if (!isfinite(points->x[i]) || !isfinite(weight_of(points, i)) || weight_of(points, i) < 0)
-                return lowkey_fail(err, LOWKEY_EINVAL, "k-means: value %zu: %g of weight %g: finite and >= 0 expected", i,
+                return lowkey_fail(err, LOWKEY_EINVAL,
+                                   "k-means: value %zu: %g of weight %g: finite and >= 0 expected", i,
                                    (double)points->x[i], weight_of(points, i));
     }
     return LOWKEY_OK;
@@ -171,9 +174,10 @@ static double spread_within(struct points *points)
     return spread;
 }
 
-/* The runs that there are: bins, and the values of those that are open. opened: [n_opened] in rising order. */
-static lowkey_status make_runs(const struct points *points, size_t n_opened, const struct lowkey_keyed *opened,
-                               struct lowkey_runs *runs, lowkey_error *err)
+/* The runs that there are: bins, and the values of those that are open. opened: [n_opened] in rising
+ * order. */
+static lowkey_status make_runs(const struct points *points, size_t n_opened,
+                               const struct lowkey_keyed *opened, struct lowkey_runs *runs, lowkey_error *err)
 {
     LOWKEY_TRY(lowkey_runs_alloc(runs, points->n_bins + n_opened, err));
     size_t i = 0;
@@ -194,17 +198,20 @@ static lowkey_status make_runs(const struct points *points, size_t n_opened, con
 }
 
 /* The values of the open bins, sorted, each with its weight; the caller frees *opened. */
-static lowkey_status open_bins(const struct points *points, size_t *n_opened, struct lowkey_keyed **opened, lowkey_error *err)
+static lowkey_status open_bins(const struct points *points, size_t *n_opened, struct lowkey_keyed **opened,
+                               lowkey_error *err)
 {
     size_t count = 0, capacity = 0;
     struct lowkey_keyed *items = NULL;
     for (size_t first = 0; first < points->n; first += BLOCK) {
         if (capacity - count < BLOCK) {
             capacity = 2 * capacity + 16 * BLOCK;
-            struct lowkey_keyed *more = realloc(items, 2 * capacity * sizeof *items); /* as much again for the sort */
+            struct lowkey_keyed *more = realloc(items, 2 * capacity *
+                                                           sizeof *items); /* as much again for the sort */
             if (!more) {
                 free(items);
-                return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu values near boundaries", capacity);
+                return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu values near boundaries",
+                                   capacity);
             }
             items = more;
         }
@@ -236,15 +243,18 @@ static int open_at(struct points *points, int n_boundaries, const double *bounda
         if (points->is_open[bin]) continue;
         any = points->is_open[bin] = 1;
         uint32_t low = bin, high = bin;
-        while (low > 0 && !(points->bins[--low].weight > 0)) {}
-        while (high + 1 < points->n_bins && !(points->bins[++high].weight > 0)) {}
+        while (low > 0 && !(points->bins[--low].weight > 0)) {
+        }
+        while (high + 1 < points->n_bins && !(points->bins[++high].weight > 0)) {
+        }
         points->is_open[low] = points->is_open[high] = 1;
     }
     return any;
 }
 
 /* Settle the boundaries among the values: Lloyd, opening bins as boundaries reach them. */
-static lowkey_status refine(struct points *points, struct lowkey_runs *runs, int n_clusters, size_t *ends, lowkey_error *err)
+static lowkey_status refine(struct points *points, struct lowkey_runs *runs, int n_clusters, size_t *ends,
+                            lowkey_error *err)
 {
     enum { MAX_ROUNDS = 8 };
     memset(points->is_open, 0, sizeof points->is_open);
@@ -275,8 +285,8 @@ static lowkey_status refine(struct points *points, struct lowkey_runs *runs, int
 }
 
 /* Bins by the sample; again by what the bins then hold while they are too coarse beside the cost reached. */
-static lowkey_status solve_binned(struct points *points, int n_centroids, struct lowkey_runs *runs, int *n_clusters,
-                                  size_t *ends, lowkey_error *err)
+static lowkey_status solve_binned(struct points *points, int n_centroids, struct lowkey_runs *runs,
+                                  int *n_clusters, size_t *ends, lowkey_error *err)
 {
     enum { MAX_ROUNDS = 4 };
     const double enough = 1e-3; /* of the cost may lie within bins: what is left to the last refinement */
@@ -295,8 +305,8 @@ static lowkey_status solve_binned(struct points *points, int n_centroids, struct
     }
 }
 
-/* Where there are few distinct values, they sorted with their weights summed (f64, in the order given), into runs.
- * *few: whether there are. */
+/* Where there are few distinct values, they sorted with their weights summed (f64, in the order given),
+ * into runs. *few: whether there are. */
 static lowkey_status try_few(struct points *points, struct lowkey_runs *runs, int *few, lowkey_error *err)
 {
     enum { SLOTS = 4 * FEW };
@@ -316,8 +326,8 @@ static lowkey_status try_few(struct points *points, struct lowkey_runs *runs, in
         while (slots[s].used && slots[s].x != points->x[i]) s = (s + 1) % SLOTS;
         if (!slots[s].used) {
             *few = isfinite(points->x[i]) && isfinite(weight) && weight > 0 && count < FEW;
-            slots[s] = (struct slot){ .x = points->x[i], .used = 1 };
-            if (*few) items[count++] = (struct lowkey_keyed){ lowkey_float_key(points->x[i]), s };
+            slots[s] = (struct slot) { .x = points->x[i], .used = 1 };
+            if (*few) items[count++] = (struct lowkey_keyed) { lowkey_float_key(points->x[i]), s };
         }
         *few &= isfinite(weight) && weight > 0; /* bad ones are named when the bins are summed */
         slots[s].weight += weight;
@@ -328,7 +338,8 @@ static lowkey_status try_few(struct points *points, struct lowkey_runs *runs, in
         points->origin = count ? (double)slots[items[count / 2].load].x : 0;
         status = lowkey_runs_alloc(runs, count, err);
         for (size_t i = 0; i < count && status == LOWKEY_OK; i++) {
-            const double weight = slots[items[i].load].weight, d = (double)slots[items[i].load].x - points->origin;
+            const double weight = slots[items[i].load].weight,
+                         d = (double)slots[items[i].load].x - points->origin;
             lowkey_runs_add(runs, d, weight, weight * d);
             runs->square += weight * d * d;
         }
@@ -337,8 +348,8 @@ static lowkey_status try_few(struct points *points, struct lowkey_runs *runs, in
     return status;
 }
 
-static lowkey_status solve(struct points *points, int n_centroids, struct lowkey_runs *runs, struct lowkey_centroids *out,
-                           lowkey_error *err)
+static lowkey_status solve(struct points *points, int n_centroids, struct lowkey_runs *runs,
+                           struct lowkey_centroids *out, lowkey_error *err)
 {
     size_t ends[LOWKEY_MAX_CENTROIDS];
     int few = 0, n_clusters = 0;

@@ -12,11 +12,12 @@ struct page_view { /* what a page's channels are read through */
     const struct lowkey_packed_page *page;
     const struct lowkey_moments *moments;
     const uint8_t *is_outlier; /* [n_tokens][C] */
-    const float *value;        /* [n_tokens][head_dim] of one head, reconstructed */
+    const float *value; /* [n_tokens][head_dim] of one head, reconstructed */
     int head;
 };
 
-static void add_table_units(const struct page_view *view, int row, struct lowkey_channel_moments *sum, uint64_t *histogram)
+static void add_table_units(const struct page_view *view, int row, struct lowkey_channel_moments *sum,
+                            uint64_t *histogram)
 {
     const struct lowkey_packed_page *page = view->page;
     const struct lowkey_side *side = page->side;
@@ -27,14 +28,17 @@ static void add_table_units(const struct page_view *view, int row, struct lowkey
     const double shift = view->moments->shift[c];
     struct lowkey_channel_moments m = { 0 };
     for (int t = 0; t < page->n_tokens; t++) {
-        const unsigned code = lowkey_code_get(page->pages[view->head], &head->rows[row], page->first_slot + t);
+        const unsigned code = lowkey_code_get(page->pages[view->head], &head->rows[row],
+                                              page->first_slot + t);
         const float x = page->x[(size_t)t * C + (size_t)c];
         histogram[code]++;
         if (view->is_outlier[(size_t)t * C + (size_t)c]) continue;
-        if (side->outlier_rule == LOWKEY_OUTLIER_LIMIT && !(x >= side->lower[c] && x <= side->upper[c])) continue;
+        if (side->outlier_rule == LOWKEY_OUTLIER_LIMIT && !(x >= side->lower[c] && x <= side->upper[c]))
+            continue;
         const struct lowkey_grid grid = lowkey_grid_of(side, page->side_page, page->first_slot + t, c);
         if (grid.scale == 0) continue;
-        const double u = ((double)x - (double)grid.zero) / (double)grid.scale - shift, v = (double)table[code] - shift;
+        const double u = ((double)x - (double)grid.zero) / (double)grid.scale - shift,
+                     v = (double)table[code] - shift;
         m.n += 1;
         m.u += u;
         m.uu += u * u;
@@ -60,7 +64,8 @@ static void add_errors(const struct page_view *view, int channel, struct lowkey_
     struct lowkey_channel_moments m = { 0 };
     for (size_t t = 0; t < (size_t)page->n_tokens; t++) {
         const double x = (double)page->x[t * C + c], e = (double)view->value[t * D + (size_t)channel] - x;
-        const double w = shape ? (double)lowkey_weight_made(shape, page->weight ? page->weight[t * C + c] : 1) : 1;
+        const double w = shape ? (double)lowkey_weight_made(shape, page->weight ? page->weight[t * C + c] : 1)
+                               : 1;
         m.x += x - shift;
         m.xx += (x - shift) * (x - shift);
         m.error += e * e;
@@ -84,7 +89,8 @@ static void mark_outliers(const struct lowkey_packed_page *page, size_t C, uint8
         const int first = lowkey_first_outlier(side, page->side_page, slot, page->first_live_slot);
         const int end = lowkey_get_u16(page->side_page + side->layout.end_offset + 2 * slot);
         for (int e = first; e < end; e++)
-            is_outlier[(size_t)t * C + lowkey_get_u16(page->side_page + side->layout.outlier_offset + 4 * (size_t)e)] = 1;
+            is_outlier[(size_t)t * C +
+                       lowkey_get_u16(page->side_page + side->layout.outlier_offset + 4 * (size_t)e)] = 1;
     }
 }
 
@@ -110,9 +116,14 @@ static void visit(void *user, void *sums, const struct lowkey_packed_page *page)
     uint8_t *is_outlier = (uint8_t *)(value + (size_t)64 * (size_t)side->head_dim);
     mark_outliers(page, C, is_outlier);
     for (int h = 0; h < side->n_heads; h++) {
-        const struct lowkey_unpack_args args = { .side = side, .head = h, .page = page->pages[h], .side_page = page->side_page,
-                                                 .first_slot = page->first_slot, .n_slots = page->n_tokens,
-                                                 .first_live_slot = page->first_live_slot, .out = value,
+        const struct lowkey_unpack_args args = { .side = side,
+                                                 .head = h,
+                                                 .page = page->pages[h],
+                                                 .side_page = page->side_page,
+                                                 .first_slot = page->first_slot,
+                                                 .n_slots = page->n_tokens,
+                                                 .first_live_slot = page->first_live_slot,
+                                                 .out = value,
                                                  .out_stride = side->head_dim };
         lowkey_unpack_scalar(&args);
         const struct page_view view = { page, moments, is_outlier, value, h };
@@ -134,15 +145,17 @@ static void fold(void *user, const void *sums)
         double *to = &moments->channel[c].n;
         for (size_t i = 0; i < sizeof channel[c] / sizeof(double); i++) to[i] += from[i];
     }
-    for (size_t i = 0; i < (size_t)moments->n_channels * (size_t)moments->n_table; i++) moments->histogram[i] += histogram[i];
+    for (size_t i = 0; i < (size_t)moments->n_channels * (size_t)moments->n_table; i++)
+        moments->histogram[i] += histogram[i];
 }
 
-lowkey_status lowkey_moments_run(const struct lowkey_pack_pass *pass, struct lowkey_moments *moments, lowkey_error *err)
+lowkey_status lowkey_moments_run(const struct lowkey_pack_pass *pass, struct lowkey_moments *moments,
+                                 lowkey_error *err)
 {
     struct lowkey_pack_pass mine = *pass;
     memset(moments->channel, 0, channels_bytes(moments));
     if (moments->n_table) memset(moments->histogram, 0, histogram_bytes(moments));
-    moments->counts = (struct lowkey_pack_counts){ 0 };
+    moments->counts = (struct lowkey_pack_counts) { 0 };
     mine.visit = visit;
     mine.fold = fold;
     mine.user = moments;
@@ -155,17 +168,18 @@ struct lowkey_correction lowkey_gain_correction(const struct lowkey_channel_mome
 {
     const double mean_u = m->u / m->n, mean_v = m->v / m->n;
     const double variance = m->uu / m->n - mean_u * mean_u, covariance = m->uv / m->n - mean_u * mean_v;
-    if (!(m->n > 0 && variance > 0 && covariance > 0)) return (struct lowkey_correction){ 1, 0, 0 };
-    return (struct lowkey_correction){ variance / covariance, shift + mean_v, shift + mean_u };
+    if (!(m->n > 0 && variance > 0 && covariance > 0)) return (struct lowkey_correction) { 1, 0, 0 };
+    return (struct lowkey_correction) { variance / covariance, shift + mean_v, shift + mean_u };
 }
 
-struct lowkey_correction lowkey_qnorm_correction(int n, const struct lowkey_channel_moments *m, const double *shift,
-                                                 const double *zero, const double *scale)
+struct lowkey_correction lowkey_qnorm_correction(int n, const struct lowkey_channel_moments *m,
+                                                 const double *shift, const double *zero, const double *scale)
 {
     double count = 0, u = 0, uu = 0, v = 0, vv = 0;
     for (int c = 0; c < n; c++) {
         if (!(scale[c] > 0)) continue;
-        const double by = 1 / scale[c], add = (shift[c] - zero[c]) / scale[c]; /* normalised = by * (x - shift) + add */
+        const double by = 1 / scale[c],
+                     add = (shift[c] - zero[c]) / scale[c]; /* normalised = by * (x - shift) + add */
         count += m[c].n;
         u += by * m[c].u + add * m[c].n;
         uu += by * by * m[c].uu + 2 * by * add * m[c].u + add * add * m[c].n;
@@ -174,6 +188,6 @@ struct lowkey_correction lowkey_qnorm_correction(int n, const struct lowkey_chan
     }
     const double mean_u = u / count, mean_v = v / count;
     const double variance_u = uu / count - mean_u * mean_u, variance_v = vv / count - mean_v * mean_v;
-    if (!(count > 0 && variance_u > 0 && variance_v > 0)) return (struct lowkey_correction){ 1, 0, 0 };
-    return (struct lowkey_correction){ sqrt(variance_u / variance_v), mean_v, mean_u };
+    if (!(count > 0 && variance_u > 0 && variance_v > 0)) return (struct lowkey_correction) { 1, 0, 0 };
+    return (struct lowkey_correction) { sqrt(variance_u / variance_v), mean_v, mean_u };
 }

@@ -21,7 +21,8 @@ int lowkey_outlier_rank(int n, double fraction)
     return rank < 1 ? 1 : rank > n / 2 ? n / 2 : rank;
 }
 
-/* Two counting passes: over the upper 16 bits of the float's key, then the lower ones of those that share them. */
+/* Two counting passes: over the upper 16 bits of the float's key, then the lower ones of those that share
+ * them. */
 float lowkey_order_statistic(int64_t n, const float *x, int64_t rank)
 {
     enum { DIGITS = 1 << 16 };

@@ -19,7 +19,8 @@ lowkey_status lowkey_side_fit_passed(struct lowkey_side_fit *fit, double n_token
     return lowkey_interrupted() ? lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted") : LOWKEY_OK;
 }
 
-static lowkey_status take(struct lowkey_pool *pool, size_t count, size_t bytes_each, void *out, lowkey_error *err)
+static lowkey_status take(struct lowkey_pool *pool, size_t count, size_t bytes_each, void *out,
+                          lowkey_error *err)
 {
     void *block;
     LOWKEY_TRY(lowkey_pool_take(pool, count, bytes_each, &block, err));
@@ -35,16 +36,24 @@ static lowkey_status take_arrays(struct lowkey_side_fit *fit, struct lowkey_pool
         void *out;
         size_t count, bytes_each;
     } arrays[] = {
-        { &fit->low, C, sizeof(double) },         { &fit->high, C, sizeof(double) },
-        { &fit->zero, C, sizeof(double) },        { &fit->scale, C, sizeof(double) },
-        { &fit->flags, C, 1 },                    { &fit->shapes, C, sizeof *fit->shapes },
+        { &fit->low, C, sizeof(double) },
+        { &fit->high, C, sizeof(double) },
+        { &fit->zero, C, sizeof(double) },
+        { &fit->scale, C, sizeof(double) },
+        { &fit->flags, C, 1 },
+        { &fit->shapes, C, sizeof *fit->shapes },
         { &fit->tables, C, sizeof *fit->tables },
         { &fit->n_entries, C, 1 },
-        { &fit->center, C, sizeof(float) },       { &fit->exponent, C, sizeof *fit->exponent },
-        { &fit->lower, C, sizeof(float) },        { &fit->upper, C, sizeof(float) },
-        { &fit->rule_scale, C, sizeof(float) },   { &report->mean, C, sizeof(double) },
-        { &report->variance, C, sizeof(double) }, { &report->mse, C, sizeof(double) },
-        { &report->weighted_mse, C, sizeof(double) }, { &report->gain, C, sizeof(float) },
+        { &fit->center, C, sizeof(float) },
+        { &fit->exponent, C, sizeof *fit->exponent },
+        { &fit->lower, C, sizeof(float) },
+        { &fit->upper, C, sizeof(float) },
+        { &fit->rule_scale, C, sizeof(float) },
+        { &report->mean, C, sizeof(double) },
+        { &report->variance, C, sizeof(double) },
+        { &report->mse, C, sizeof(double) },
+        { &report->weighted_mse, C, sizeof(double) },
+        { &report->gain, C, sizeof(float) },
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++)
         LOWKEY_TRY(take(pool, arrays[i].count, arrays[i].bytes_each, arrays[i].out, err));
@@ -57,7 +66,8 @@ static lowkey_status take_arrays(struct lowkey_side_fit *fit, struct lowkey_pool
     return LOWKEY_OK;
 }
 
-/* Widths in turn: over RoPE pairs and then the other channels of keys, over channels of values; the same in every head. */
+/* Widths in turn: over RoPE pairs and then the other channels of keys, over channels of values; the same
+ * in every head. */
 static void lay_widths(struct lowkey_side_fit *fit, const lowkey_layer_desc *geometry)
 {
     const struct lowkey_side_options *side = fit->side;
@@ -75,8 +85,8 @@ static void lay_widths(struct lowkey_side_fit *fit, const lowkey_layer_desc *geo
     }
 }
 
-/* Outliers by limit: about fraction * C a token, unevenly: room for four times that in a token, 1.5 times in a page.
- * By rank: exactly two ranks' worth. */
+/* Outliers by limit: about fraction * C a token, unevenly: room for four times that in a token, 1.5 times
+ * in a page. By rank: exactly two ranks' worth. */
 static void lay_outliers(struct lowkey_side_fit *fit, int has_any_coded)
 {
     const struct lowkey_side_options *side = fit->side;
@@ -103,9 +113,11 @@ static lowkey_status lay_scale(struct lowkey_side_fit *fit, lowkey_error *err)
     if (side->token_scale == LOWKEY_SCALE_NONE) return LOWKEY_OK;
     const int C = (int)fit->n_channels, block = side->scale_block ? side->scale_block : C;
     if (block % 8 || C % block)
-        return lowkey_fail(err, LOWKEY_EINVAL, "layer %d %s: a scale for every %d channels: expected a multiple of 8 that "
-                           "divides %d channels", fit->captures->info->layers[fit->layer].index,
-                           fit->which ? "value" : "key", block, C);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "layer %d %s: a scale for every %d channels: expected a multiple of 8 that "
+                           "divides %d channels",
+                           fit->captures->info->layers[fit->layer].index, fit->which ? "value" : "key", block,
+                           C);
     fit->desc.token_scale = side->token_scale;
     fit->desc.scale_block = block;
     return LOWKEY_OK;
@@ -129,11 +141,21 @@ lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_po
     fit->n_table = widest ? 1 << widest : 0;
     LOWKEY_TRY(take_arrays(fit, pool, err));
     for (size_t c = 0; c < fit->n_channels; c++) fit->rule_scale[c] = fit->report.gain[c] = 1;
-    fit->desc = (lowkey_side_desc){
-        .struct_size = sizeof fit->desc, .bits = fit->bits, .order = fit->order, .table_entries = fit->n_table,
-        .n_entries = fit->n_entries, .table = fit->table, .boundary = fit->boundary, .center = fit->center,
-        .exponent = fit->exponent, .lower = fit->lower, .upper = fit->upper, .rule_scale = fit->rule_scale,
-        .rule_8 = any_8 ? fit->side->rule_8 : LOWKEY_RULE_NONE, .rule_16 = any_16 ? fit->side->rule_16 : LOWKEY_RULE_NONE,
+    fit->desc = (lowkey_side_desc) {
+        .struct_size = sizeof fit->desc,
+        .bits = fit->bits,
+        .order = fit->order,
+        .table_entries = fit->n_table,
+        .n_entries = fit->n_entries,
+        .table = fit->table,
+        .boundary = fit->boundary,
+        .center = fit->center,
+        .exponent = fit->exponent,
+        .lower = fit->lower,
+        .upper = fit->upper,
+        .rule_scale = fit->rule_scale,
+        .rule_8 = any_8 ? fit->side->rule_8 : LOWKEY_RULE_NONE,
+        .rule_16 = any_16 ? fit->side->rule_16 : LOWKEY_RULE_NONE,
         .factor = fit->factor,
     };
     fit->report.table_scope = scope_names[fit->side->scope];
@@ -200,18 +222,23 @@ static void correct_channel(struct lowkey_side_fit *fit, size_t c, struct lowkey
 void lowkey_side_fit_correct(struct lowkey_side_fit *fit, const struct lowkey_moments *moments)
 {
     const enum lowkey_scope scope = fit->side->scope;
-    const size_t group = scope == LOWKEY_SCOPE_CHANNEL ? 1 : scope == LOWKEY_SCOPE_HEAD ? (size_t)fit->head_dim
-                                                                                       : fit->n_channels;
+    const size_t group = scope == LOWKEY_SCOPE_CHANNEL ? 1
+                         : scope == LOWKEY_SCOPE_HEAD  ? (size_t)fit->head_dim
+                                                       : fit->n_channels;
     for (size_t c = 0; c < fit->n_channels && fit->side->gain; c++)
-        if (fit->bits[c] <= 5) correct_channel(fit, c, lowkey_gain_correction(&moments->channel[c], moments->shift[c]));
+        if (fit->bits[c] <= 5)
+            correct_channel(fit, c, lowkey_gain_correction(&moments->channel[c], moments->shift[c]));
     for (size_t first = 0; first < fit->n_channels && fit->side->qnorm; first += group) {
         const struct lowkey_correction shared = lowkey_qnorm_correction(
-            (int)group, moments->channel + first, moments->shift + first, fit->zero + first, fit->scale + first);
+            (int)group, moments->channel + first, moments->shift + first, fit->zero + first,
+            fit->scale + first);
         for (size_t c = first; c < first + group; c++) {
             if (fit->bits[c] > 5 || !(fit->scale[c] > 0)) continue;
-            const double zero = fit->zero[c], scale = fit->scale[c]; /* from the codebook to the channel's units */
-            correct_channel(fit, c, (struct lowkey_correction){ shared.factor, zero + scale * shared.from,
-                                                                zero + scale * shared.to });
+            const double zero = fit->zero[c],
+                         scale = fit->scale[c]; /* from the codebook to the channel's units */
+            correct_channel(fit, c,
+                            (struct lowkey_correction) { shared.factor, zero + scale * shared.from,
+                                                         zero + scale * shared.to });
         }
     }
 }
@@ -254,16 +281,21 @@ lowkey_status lowkey_side_fit_suspect(struct lowkey_side_fit *fit, lowkey_error 
     int all_equal = 1;
     for (size_t c = 0; c < fit->n_channels; c++)
         all_equal &= fit->low[c] == fit->low[0] && fit->high[c] == fit->low[0];
-    if (all_equal) fit->notes.suspicions |= LOWKEY_SUSPECT_ALL_EQUAL;
-    else if (any_f16 && !(fit->mantissa_bits & 0xffff)) fit->notes.suspicions |= LOWKEY_SUSPECT_BF16_AS_F16;
+    if (all_equal)
+        fit->notes.suspicions |= LOWKEY_SUSPECT_ALL_EQUAL;
+    else if (any_f16 && !(fit->mantissa_bits & 0xffff))
+        fit->notes.suspicions |= LOWKEY_SUSPECT_BF16_AS_F16;
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct lowkey_side *side, struct lowkey_moments *moments,
-                                   struct lowkey_pool *pool, lowkey_error *err)
+lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct lowkey_side *side,
+                                   struct lowkey_moments *moments, struct lowkey_pool *pool,
+                                   lowkey_error *err)
 {
     const size_t C = fit->n_channels, E = (size_t)fit->n_table;
-    *moments = (struct lowkey_moments){ .n_channels = (int)C, .n_table = fit->n_table, .shapes = fit->shapes };
+    *moments = (struct lowkey_moments) { .n_channels = (int)C,
+                                         .n_table = fit->n_table,
+                                         .shapes = fit->shapes };
     LOWKEY_TRY(take(pool, C, sizeof(double), &moments->shift, err));
     LOWKEY_TRY(take(pool, C, sizeof(double), &moments->shift_x, err));
     LOWKEY_TRY(take(pool, C, sizeof *moments->channel, &moments->channel, err));
@@ -273,8 +305,12 @@ lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct low
         moments->shift_x[c] = 0.5 * fit->low[c] + 0.5 * fit->high[c];
     }
     const struct lowkey_pack_pass pass = {
-        .captures = fit->captures, .layer = fit->layer, .stream = fit->which ? LOWKEY_VALUE : LOWKEY_KEY, .side = side,
-        .weights = &fit->weights, .n_threads = fit->options->n_threads,
+        .captures = fit->captures,
+        .layer = fit->layer,
+        .stream = fit->which ? LOWKEY_VALUE : LOWKEY_KEY,
+        .side = side,
+        .weights = &fit->weights,
+        .n_threads = fit->options->n_threads,
     };
     LOWKEY_TRY(lowkey_moments_run(&pass, moments, err));
     return lowkey_side_fit_passed(fit, (double)fit->captures->n_tokens, err);

@@ -1,5 +1,5 @@
-/* side_fit.h - the keys or the values of one layer while they are fitted: what fit.c, columns.c, grids.c and side_fit.c
- * hand each other. */
+/* side_fit.h - the keys or the values of one layer while they are fitted: what fit.c, columns.c, grids.c
+ * and side_fit.c hand each other. */
 #ifndef LOWKEY_SIDE_FIT_H
 #define LOWKEY_SIDE_FIT_H
 
@@ -14,8 +14,8 @@
 /* Scales, zeros and outliers by rank of every kept token, as the packing kernel finds them. */
 struct lowkey_grids {
     int n_blocks, scale_block, n_outliers; /* n_outliers: room for a token's, 2 * outlier_rank */
-    float *scale, *zero;                   /* [n_tokens][n_blocks], as stored */
-    uint16_t *outliers;                    /* [n_tokens][n_outliers] channels rising, then UINT16_MAX */
+    float *scale, *zero; /* [n_tokens][n_blocks], as stored */
+    uint16_t *outliers; /* [n_tokens][n_outliers] channels rising, then UINT16_MAX */
     double largest_scale;
 };
 
@@ -24,19 +24,19 @@ struct lowkey_side_fit {
     const struct lowkey_fit_options *options;
     const struct lowkey_side_options *side; /* of options */
     struct lowkey_progress *progress;
-    double *work_done;                      /* what progress has been told: tokens passed over */
-    int layer, which;                       /* number of the layer among those captured; 0 keys, 1 values */
+    double *work_done; /* what progress has been told: tokens passed over */
+    int layer, which; /* number of the layer among those captured; 0 keys, 1 values */
     int n_heads, head_dim, n_table;
-    size_t n_channels;                      /* C = n_heads * head_dim; the arrays below are [C] */
+    size_t n_channels; /* C = n_heads * head_dim; the arrays below are [C] */
     struct lowkey_weights weights;
-    const struct lowkey_grids *grids;       /* NULL without a token scale */
+    const struct lowkey_grids *grids; /* NULL without a token scale */
 
     uint8_t *bits, *flags;
-    double *low, *high;                     /* smallest and largest value of all */
-    double *zero, *scale;                   /* middle and half of the range between the limits */
+    double *low, *high; /* smallest and largest value of all */
+    double *zero, *scale; /* middle and half of the range between the limits */
     struct lowkey_weight_shape *shapes;
-    struct lowkey_table *tables;            /* as fitted; what is stored comes of them */
-    uint32_t mantissa_bits;                 /* all values' bits, or'ed: which of the mantissa are in use */
+    struct lowkey_table *tables; /* as fitted; what is stored comes of them */
+    uint32_t mantissa_bits; /* all values' bits, or'ed: which of the mantissa are in use */
     struct lowkey_side_notes notes;
 
     /* What the description points to. */
@@ -61,8 +61,9 @@ void lowkey_side_fit_report(struct lowkey_side_fit *fit, const struct lowkey_mom
 /* What of the values looks wrong, into the notes: after the columns. */
 lowkey_status lowkey_side_fit_suspect(struct lowkey_side_fit *fit, lowkey_error *err);
 /* A pass of packing over the side, with its weights. side: the quantizer's. */
-lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct lowkey_side *side, struct lowkey_moments *moments,
-                                   struct lowkey_pool *pool, lowkey_error *err);
+lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct lowkey_side *side,
+                                   struct lowkey_moments *moments, struct lowkey_pool *pool,
+                                   lowkey_error *err);
 
 /* grids.c */
 lowkey_status lowkey_grids_find(struct lowkey_side_fit *fit, struct lowkey_grids *grids, lowkey_error *err);

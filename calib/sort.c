@@ -1,4 +1,5 @@
-/* sort.c - a radix sort: three passes over 11 bits each, stable, so that equal values keep their order on every run. */
+/* sort.c - a radix sort: three passes over 11 bits each, stable, so that equal values keep their order on
+ * every run. */
 #include "calib/sort.h"
 
 void lowkey_sort_keyed(size_t n, struct lowkey_keyed *items, struct lowkey_keyed *scratch)
@@ -15,7 +16,8 @@ void lowkey_sort_keyed(size_t n, struct lowkey_keyed *items, struct lowkey_keyed
             place[pass][digit] = next;
             next += count;
         }
-        for (size_t i = 0; i < n; i++) to[place[pass][from[i].key >> (BITS * pass) & (DIGITS - 1)]++] = from[i];
+        for (size_t i = 0; i < n; i++)
+            to[place[pass][from[i].key >> (BITS * pass) & (DIGITS - 1)]++] = from[i];
         struct lowkey_keyed *swap = from;
         from = to;
         to = swap;

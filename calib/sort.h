@@ -6,7 +6,7 @@
 #include <string.h>
 
 struct lowkey_keyed {
-    uint32_t key;  /* lowkey_float_key of the value */
+    uint32_t key; /* lowkey_float_key of the value */
     uint32_t load; /* goes with it: a weight's bits, an index */
 };
 

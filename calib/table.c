@@ -21,8 +21,9 @@ void lowkey_midpoints(int n, const double *codebook, double *midpoint)
 void lowkey_table_make(int n, const double *codebook, const double *midpoint, double zero, double scale,
                        struct lowkey_table *table)
 {
-    *table = (struct lowkey_table){ .n = n };
-    for (int k = 0; k < n; k++) table->entry[k] = fmin(fmax(zero + scale * codebook[k], -(double)FLT_MAX), (double)FLT_MAX);
+    *table = (struct lowkey_table) { .n = n };
+    for (int k = 0; k < n; k++)
+        table->entry[k] = fmin(fmax(zero + scale * codebook[k], -(double)FLT_MAX), (double)FLT_MAX);
     for (int k = 0; k + 1 < n; k++) table->boundary[k] = float_below(zero + scale * midpoint[k]);
 }
 
@@ -31,15 +32,16 @@ struct grid {
     int exponent;
 };
 
-/* The exponent that puts the largest |entry - center| into [1, 2): f16 then keeps 2^-11 of entries down to 2^-14 of it, and
- * residuals of outliers may be 32,000 times as large. reach stands in where all entries are the center. */
+/* The exponent that puts the largest |entry - center| into [1, 2): f16 then keeps 2^-11 of entries down to
+ * 2^-14 of it, and residuals of outliers may be 32,000 times as large. reach stands in where all entries
+ * are the center. */
 static struct grid grid_at(const struct lowkey_table *table, float center, double reach)
 {
     double largest = 0;
     for (int k = 0; k < table->n; k++) largest = fmax(largest, fabs(table->entry[k] - (double)center));
     if (largest == 0) largest = reach > 0 ? reach : fabs((double)center);
     const int exponent = largest > 0 ? ilogb(largest) : 0;
-    return (struct grid){ center, exponent < -126 ? -126 : exponent > 127 ? 127 : exponent };
+    return (struct grid) { center, exponent < -126 ? -126 : exponent > 127 ? 127 : exponent };
 }
 
 static float round_to(struct grid grid, double entry)
@@ -77,7 +79,7 @@ static struct grid choose_grid(const struct lowkey_table *table, double reach)
 void lowkey_table_store(const struct lowkey_table *table, double reach, struct lowkey_stored_table *out)
 {
     const struct grid grid = choose_grid(table, reach);
-    *out = (struct lowkey_stored_table){ .center = grid.center, .exponent = grid.exponent };
+    *out = (struct lowkey_stored_table) { .center = grid.center, .exponent = grid.exponent };
     int n = 0;
     for (int k = 0; k < table->n; k++) {
         const float entry = round_to(grid, table->entry[k]);

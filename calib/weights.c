@@ -1,4 +1,5 @@
-/* weights.c - weights of elements: from the file, from gradients, or computed before and kept in a scratch file. */
+/* weights.c - weights of elements: from the file, from gradients, or computed before and kept in a scratch
+ * file. */
 #include "calib/weights.h"
 
 #include <errno.h>
@@ -12,7 +13,7 @@
 void lowkey_weight_learn(int64_t n, const float *raw, int square, double clip, double floor,
                          struct lowkey_weight_shape *shape)
 {
-    *shape = (struct lowkey_weight_shape){ .square = square, .clip = HUGE_VAL, .mean = 1 };
+    *shape = (struct lowkey_weight_shape) { .square = square, .clip = HUGE_VAL, .mean = 1 };
     float largest = 0;
     for (int64_t i = 0; raw && i < n; i++) largest = fabsf(raw[i]) > largest ? fabsf(raw[i]) : largest;
     if (!(largest > 0)) return;
@@ -36,10 +37,10 @@ double lowkey_weight_unit(const struct lowkey_weight_shape *shape)
     return shape->square ? shape->largest * shape->largest : shape->largest;
 }
 
-lowkey_status lowkey_store_open(const char *beside, int64_t n_tokens, int n_heads, int width, struct lowkey_store *store,
-                                lowkey_error *err)
+lowkey_status lowkey_store_open(const char *beside, int64_t n_tokens, int n_heads, int width,
+                                struct lowkey_store *store, lowkey_error *err)
 {
-    *store = (struct lowkey_store){ .fd = -1, .n_heads = n_heads, .width = width, .n_tokens = n_tokens };
+    *store = (struct lowkey_store) { .fd = -1, .n_heads = n_heads, .width = width, .n_tokens = n_tokens };
     static const char name[] = ".lowkey-fit-XXXXXX";
     const char *slash = strrchr(beside, '/');
     const size_t folder = slash ? (size_t)(slash - beside) + 1 : 0;
@@ -49,8 +50,10 @@ lowkey_status lowkey_store_open(const char *beside, int64_t n_tokens, int n_head
     memcpy(path + folder, name, sizeof name);
     store->fd = mkstemp(path);
     lowkey_status status = LOWKEY_OK;
-    if (store->fd < 0) status = lowkey_fail(err, LOWKEY_EIO, "%s: a scratch file beside it: %s", beside, strerror(errno));
-    else unlink(path);
+    if (store->fd < 0)
+        status = lowkey_fail(err, LOWKEY_EIO, "%s: a scratch file beside it: %s", beside, strerror(errno));
+    else
+        unlink(path);
     free(path);
     return status;
 }
@@ -62,8 +65,8 @@ void lowkey_store_close(struct lowkey_store *store)
 }
 
 /* One body for reading and writing: all bytes or an error. */
-static lowkey_status transfer(const struct lowkey_store *store, int is_write, int head, int64_t first, int64_t n_tokens,
-                              char *rows, lowkey_error *err)
+static lowkey_status transfer(const struct lowkey_store *store, int is_write, int head, int64_t first,
+                              int64_t n_tokens, char *rows, lowkey_error *err)
 {
     const size_t row = (size_t)store->width * sizeof(float), bytes = (size_t)n_tokens * row;
     const off_t start = (off_t)((head * store->n_tokens + first) * (int64_t)row);
@@ -73,8 +76,9 @@ static lowkey_status transfer(const struct lowkey_store *store, int is_write, in
                                       : pread(store->fd, rows + done, bytes - done, at);
         if (part < 0 && errno == EINTR) continue;
         if (part <= 0)
-            return lowkey_fail(err, LOWKEY_EIO, "scratch file for weights: %s %zu bytes: %s", is_write ? "write" : "read",
-                               bytes - done, part < 0 ? strerror(errno) : "end of file");
+            return lowkey_fail(err, LOWKEY_EIO, "scratch file for weights: %s %zu bytes: %s",
+                               is_write ? "write" : "read", bytes - done,
+                               part < 0 ? strerror(errno) : "end of file");
         done += (size_t)part;
     }
     return LOWKEY_OK;
@@ -86,19 +90,21 @@ lowkey_status lowkey_store_write(const struct lowkey_store *store, int head, int
     return transfer(store, 1, head, first, n_tokens, (char *)rows, err);
 }
 
-lowkey_status lowkey_store_read(const struct lowkey_store *store, int head, int64_t first, int64_t n_tokens, float *rows,
-                                lowkey_error *err)
+lowkey_status lowkey_store_read(const struct lowkey_store *store, int head, int64_t first, int64_t n_tokens,
+                                float *rows, lowkey_error *err)
 {
     return transfer(store, 0, head, first, n_tokens, (char *)rows, err);
 }
 
 /* Spread [n_tokens][width] of one head over out[n_tokens][n_heads][head_dim]. */
-static lowkey_status read_stored(const struct lowkey_weights *weights, int64_t start, int64_t n_tokens, int head, int n_heads,
-                                 float *out, lowkey_error *err)
+static lowkey_status read_stored(const struct lowkey_weights *weights, int64_t start, int64_t n_tokens,
+                                 int head, int n_heads, float *out, lowkey_error *err)
 {
-    const size_t width = (size_t)weights->store->width, D = (size_t)weights->head_dim, stride = (size_t)n_heads * D;
+    const size_t width = (size_t)weights->store->width, D = (size_t)weights->head_dim,
+                 stride = (size_t)n_heads * D;
     float *rows = malloc((size_t)n_tokens * width * sizeof *rows);
-    if (!rows) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for weights of %lld tokens", (long long)n_tokens);
+    if (!rows)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for weights of %lld tokens", (long long)n_tokens);
     const lowkey_status status = lowkey_store_read(weights->store, head, start, n_tokens, rows, err);
     for (size_t t = 0; status == LOWKEY_OK && t < (size_t)n_tokens; t++)
         for (size_t c = 0; c < D; c++) out[t * stride + c] = rows[t * width + (width == 1 ? 0 : c)];
@@ -106,12 +112,13 @@ static lowkey_status read_stored(const struct lowkey_weights *weights, int64_t s
     return status;
 }
 
-lowkey_status lowkey_weights_read(const struct lowkey_weights *weights, int sample, int64_t first, int64_t n_tokens,
-                                  int first_head, int n_heads, float *out, lowkey_error *err)
+lowkey_status lowkey_weights_read(const struct lowkey_weights *weights, int sample, int64_t first,
+                                  int64_t n_tokens, int first_head, int n_heads, float *out,
+                                  lowkey_error *err)
 {
     if (weights->source != LOWKEY_WEIGHTS_STORE)
-        return lowkey_captures_read(weights->captures, weights->layer, weights->stream, sample, first, n_tokens, first_head,
-                                    n_heads, out, err);
+        return lowkey_captures_read(weights->captures, weights->layer, weights->stream, sample, first,
+                                    n_tokens, first_head, n_heads, out, err);
     const struct lowkey_sample *s = &weights->captures->samples[sample];
     for (int h = 0; h < n_heads; h++)
         LOWKEY_TRY(read_stored(weights, s->start + first - s->n_sinks, n_tokens, first_head + h, n_heads,

@@ -10,13 +10,14 @@
 
 #include "tests/check.h"
 
-void captured_make(struct captured *captured, const lowkey_layer_desc *geometry, const int *lengths, unsigned contents,
-                   unsigned seed)
+void captured_make(struct captured *captured, const lowkey_layer_desc *geometry, const int *lengths,
+                   unsigned contents, unsigned seed)
 {
     memset(captured, 0, sizeof *captured);
     captured->layer = *geometry;
     captured->layer.index = 1;
-    for (int i = 0; i < geometry->rope_dims / 2; i++) captured->inv_freq[i] = pow(1e4, -2.0 * i / geometry->rope_dims);
+    for (int i = 0; i < geometry->rope_dims / 2; i++)
+        captured->inv_freq[i] = pow(1e4, -2.0 * i / geometry->rope_dims);
     captured->layer.rope_inv_freq = captured->inv_freq;
     captured->contents = contents;
     for (int s = 0; s < CAPTURED_SAMPLES; s++) {
@@ -50,9 +51,15 @@ void captured_write(struct captured *captured)
     int64_t offsets[CAPTURED_SAMPLES + 1] = { 0 };
     for (int s = 0; s < CAPTURED_SAMPLES; s++) offsets[s + 1] = offsets[s] + captured->lengths[s];
     const struct lowkey_activations_info info = {
-        .n_model_layers = 2, .model_name = "test", .n_layers = 1, .layers = &captured->layer, .contents = captured->contents,
-        .n_samples = CAPTURED_SAMPLES, .sample_offsets = offsets, .text_name = "text",
-        .sample_sha256 = (const unsigned char (*)[32])captured->sha256,
+        .n_model_layers = 2,
+        .model_name = "test",
+        .n_layers = 1,
+        .layers = &captured->layer,
+        .contents = captured->contents,
+        .n_samples = CAPTURED_SAMPLES,
+        .sample_offsets = offsets,
+        .text_name = "text",
+        .sample_sha256 = (const unsigned char(*)[32])captured->sha256,
     };
     lowkey_activations_writer *writer;
     lowkey_error err;
@@ -60,7 +67,8 @@ void captured_write(struct captured *captured)
     for (int stream = 0; stream < LOWKEY_N_STREAMS; stream++)
         if (captured->contents >> stream & 1)
             assert_ok(lowkey_activations_write(writer, 0, (enum lowkey_stream)stream, 0, captured->n_tokens,
-                                               captured->rows[stream], &err), err);
+                                               captured->rows[stream], &err),
+                      err);
     assert_ok(lowkey_activations_commit(writer, &err), err);
 }
 

@@ -23,20 +23,25 @@ static void turned(const lowkey_layer_desc *layer, const float *q, double steps,
 
 struct expected {
     double *diagonal; /* [n_tokens][H][D], tokens as in the file */
-    double *squares;  /* [n_tokens][H] */
-    double *moments;  /* [H][D][D] */
+    double *squares; /* [n_tokens][H] */
+    double *moments; /* [H][D][D] */
 };
 
-static void add_query(const struct captured *captured, int start, int m, int q_head, int n_sinks, struct expected *want)
+static void add_query(const struct captured *captured, int start, int m, int q_head, int n_sinks,
+                      struct expected *want)
 {
     const lowkey_layer_desc *layer = &captured->layer;
-    const int H = layer->n_kv_heads, D = layer->key_head_dim, V = layer->value_head_dim, h = q_head / (layer->n_q_heads / H);
-    const float *q = captured->rows[LOWKEY_QUERY] + ((size_t)(start + m) * (size_t)layer->n_q_heads + (size_t)q_head) * (size_t)D;
+    const int H = layer->n_kv_heads, D = layer->key_head_dim, V = layer->value_head_dim,
+              h = q_head / (layer->n_q_heads / H);
+    const float *q = captured->rows[LOWKEY_QUERY] +
+                     ((size_t)(start + m) * (size_t)layer->n_q_heads + (size_t)q_head) * (size_t)D;
     const double scale = layer->logit_scale * pow(layer->rope_attention_factor, 2);
-    double *p = malloc((size_t)(m + 1) * sizeof *p), *u = malloc((size_t)((m + 1) * D) * sizeof *u), o[256] = { 0 }, sum = 0;
+    double *p = malloc((size_t)(m + 1) * sizeof *p), *u = malloc((size_t)((m + 1) * D) * sizeof *u),
+           o[256] = { 0 }, sum = 0;
     double max = -HUGE_VAL;
     for (int t = 0; t <= m; t++) {
-        const float *k = captured->rows[LOWKEY_KEY] + ((size_t)(start + t) * (size_t)H + (size_t)h) * (size_t)D;
+        const float *k = captured->rows[LOWKEY_KEY] +
+                         ((size_t)(start + t) * (size_t)H + (size_t)h) * (size_t)D;
         turned(layer, q, m - t, u + t * D);
         p[t] = 0;
         for (int c = 0; c < D; c++) p[t] += scale * u[t * D + c] * (double)k[c];
@@ -44,12 +49,14 @@ static void add_query(const struct captured *captured, int start, int m, int q_h
     }
     for (int t = 0; t <= m; t++) sum += p[t] = exp(p[t] - max);
     for (int t = 0; t <= m; t++) {
-        const float *v = captured->rows[LOWKEY_VALUE] + ((size_t)(start + t) * (size_t)H + (size_t)h) * (size_t)V;
+        const float *v = captured->rows[LOWKEY_VALUE] +
+                         ((size_t)(start + t) * (size_t)H + (size_t)h) * (size_t)V;
         p[t] /= sum;
         for (int c = 0; c < V; c++) o[c] += p[t] * (double)v[c];
     }
     for (int t = n_sinks; t <= m; t++) {
-        const float *v = captured->rows[LOWKEY_VALUE] + ((size_t)(start + t) * (size_t)H + (size_t)h) * (size_t)V;
+        const float *v = captured->rows[LOWKEY_VALUE] +
+                         ((size_t)(start + t) * (size_t)H + (size_t)h) * (size_t)V;
         double distance = 0;
         for (int c = 0; c < V; c++) distance += pow((double)v[c] - o[c], 2);
         const double a = pow(p[t] * scale, 2) * distance;
@@ -72,9 +79,11 @@ static void check(const lowkey_layer_desc *geometry, int n_sinks, int n_queries,
 {
     static const int lengths[CAPTURED_SAMPLES] = { 37, 1, 70 };
     struct captured captured;
-    captured_make(&captured, geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY, 7);
+    captured_make(&captured, geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY,
+                  7);
     const int H = geometry->n_kv_heads, D = geometry->key_head_dim;
-    for (int i = 0; i < captured.n_tokens * geometry->n_q_heads * D; i++) captured.rows[LOWKEY_QUERY][i] *= 0.3f;
+    for (int i = 0; i < captured.n_tokens * geometry->n_q_heads * D; i++)
+        captured.rows[LOWKEY_QUERY][i] *= 0.3f;
     captured_write(&captured);
     struct expected want = { calloc((size_t)(captured.n_tokens * H * D), sizeof(double)),
                              calloc((size_t)(captured.n_tokens * H), sizeof(double)),
@@ -83,7 +92,8 @@ static void check(const lowkey_layer_desc *geometry, int n_sinks, int n_queries,
         for (int m = 0; m < lengths[s]; m++) {
             int is_sampled = lengths[s] <= n_queries; /* evenly spaced, the last one always */
             for (int i = 1; i <= n_queries; i++) is_sampled |= i * lengths[s] / n_queries - 1 == m;
-            for (int q = 0; q < geometry->n_q_heads && is_sampled; q++) add_query(&captured, start, m, q, n_sinks, &want);
+            for (int q = 0; q < geometry->n_q_heads && is_sampled; q++)
+                add_query(&captured, start, m, q, n_sinks, &want);
         }
     lowkey_captures *captures;
     lowkey_error err;
@@ -107,7 +117,8 @@ static void check(const lowkey_layer_desc *geometry, int n_sinks, int n_queries,
                 assert_ok(lowkey_store_read(&value, h, at, 1, &square, &err), err);
                 assert_true(close_to((double)square, want.squares[in_file * H + h], 1e-3));
                 for (int c = 0; c < D; c++)
-                    assert_true(close_to((double)row[c], want.diagonal[(in_file * H + h) * D + c], 1e-2 * largest));
+                    assert_true(
+                        close_to((double)row[c], want.diagonal[(in_file * H + h) * D + c], 1e-2 * largest));
             }
     }
     double trace = 0;
@@ -124,12 +135,33 @@ static void check(const lowkey_layer_desc *geometry, int n_sinks, int n_queries,
 }
 
 static const lowkey_layer_desc geometries[] = {
-    { .struct_size = sizeof(lowkey_layer_desc), .n_q_heads = 4, .n_kv_heads = 2, .key_head_dim = 16, .value_head_dim = 8,
-      .logit_scale = 0.25, .rope_dims = 16, .rope_pairing = LOWKEY_PAIR_HALF, .rope_attention_factor = 1 },
-    { .struct_size = sizeof(lowkey_layer_desc), .n_q_heads = 3, .n_kv_heads = 3, .key_head_dim = 24, .value_head_dim = 16,
-      .logit_scale = 0.1, .rope_dims = 8, .rope_pairing = LOWKEY_PAIR_INTERLEAVED, .rope_attention_factor = 1.2 },
-    { .struct_size = sizeof(lowkey_layer_desc), .n_q_heads = 8, .n_kv_heads = 1, .key_head_dim = 8, .value_head_dim = 8,
-      .logit_scale = 0.35, .rope_dims = 0, .rope_pairing = LOWKEY_PAIR_HALF, .rope_attention_factor = 1 },
+    { .struct_size = sizeof(lowkey_layer_desc),
+      .n_q_heads = 4,
+      .n_kv_heads = 2,
+      .key_head_dim = 16,
+      .value_head_dim = 8,
+      .logit_scale = 0.25,
+      .rope_dims = 16,
+      .rope_pairing = LOWKEY_PAIR_HALF,
+      .rope_attention_factor = 1 },
+    { .struct_size = sizeof(lowkey_layer_desc),
+      .n_q_heads = 3,
+      .n_kv_heads = 3,
+      .key_head_dim = 24,
+      .value_head_dim = 16,
+      .logit_scale = 0.1,
+      .rope_dims = 8,
+      .rope_pairing = LOWKEY_PAIR_INTERLEAVED,
+      .rope_attention_factor = 1.2 },
+    { .struct_size = sizeof(lowkey_layer_desc),
+      .n_q_heads = 8,
+      .n_kv_heads = 1,
+      .key_head_dim = 8,
+      .value_head_dim = 8,
+      .logit_scale = 0.35,
+      .rope_dims = 0,
+      .rope_pairing = LOWKEY_PAIR_HALF,
+      .rope_attention_factor = 1 },
 };
 
 static void all_queries_give_the_formula(void **state)
@@ -149,7 +181,8 @@ static void overflowing_scores_are_refused_by_name(void **state)
     (void)state;
     static const int lengths[CAPTURED_SAMPLES] = { 5, 5, 5 };
     struct captured captured;
-    captured_make(&captured, &geometries[0], lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY, 7);
+    captured_make(&captured, &geometries[0], lengths,
+                  1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY, 7);
     for (int i = 0; i < captured.n_tokens * 2 * 16; i++) captured.rows[LOWKEY_KEY][i] *= 1e37f;
     captured_write(&captured);
     lowkey_captures *captures;
@@ -158,7 +191,8 @@ static void overflowing_scores_are_refused_by_name(void **state)
     double moments[2 * 16 * 16];
     const struct lowkey_attention out = { NULL, NULL, moments };
     assert_ok(lowkey_captures_open(1, paths, 0, 0, 0, &captures, &err), err);
-    assert_refused(lowkey_attention_sensitivity(captures, 0, 4, 1, &out, &err), LOWKEY_EINVAL, err, "overflows");
+    assert_refused(lowkey_attention_sensitivity(captures, 0, 4, 1, &out, &err), LOWKEY_EINVAL, err,
+                   "overflows");
     lowkey_captures_close(captures);
     captured_free(&captured);
 }

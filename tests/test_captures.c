@@ -5,8 +5,13 @@
 #include "tests/captured.h"
 #include "tests/check.h"
 
-static const lowkey_layer_desc geometry = { .struct_size = sizeof(lowkey_layer_desc), .n_q_heads = 2, .n_kv_heads = 2,
-                                            .key_head_dim = 8, .value_head_dim = 16, .logit_scale = 0.3, .rope_dims = 8,
+static const lowkey_layer_desc geometry = { .struct_size = sizeof(lowkey_layer_desc),
+                                            .n_q_heads = 2,
+                                            .n_kv_heads = 2,
+                                            .key_head_dim = 8,
+                                            .value_head_dim = 16,
+                                            .logit_scale = 0.3,
+                                            .rope_dims = 8,
                                             .rope_attention_factor = 1 };
 static const int lengths[CAPTURED_SAMPLES] = { 10, 3, 20 };
 enum { BOTH = 1 << LOWKEY_KEY | 1 << LOWKEY_VALUE };
@@ -32,7 +37,8 @@ static void samples_come_in_the_order_of_their_hashes(void **state)
     assert_int_equal(captures->samples[2].start, 15);
     assert_string_equal(captures->text_name, "text");
     lowkey_captures_close(captures);
-    assert_refused(lowkey_captures_open(1, paths, 0, 0, 20, &captures, &err), LOWKEY_EINVAL, err, "no token is left");
+    assert_refused(lowkey_captures_open(1, paths, 0, 0, 20, &captures, &err), LOWKEY_EINVAL, err,
+                   "no token is left");
     captured_free(&captured);
 }
 
@@ -52,7 +58,8 @@ static void files_join_and_a_sample_in_two_is_refused(void **state)
     assert_int_equal(captures->some_contents, BOTH | 1 << LOWKEY_QUERY);
     assert_string_equal(captures->text_name, "text");
     lowkey_captures_close(captures);
-    assert_refused(lowkey_captures_open(2, twice, 0, 0, 0, &captures, &err), LOWKEY_EINVAL, err, "count twice");
+    assert_refused(lowkey_captures_open(2, twice, 0, 0, 0, &captures, &err), LOWKEY_EINVAL, err,
+                   "count twice");
     captured_free(&second);
     lowkey_layer_desc other = geometry;
     other.rope_pairing = LOWKEY_PAIR_INTERLEAVED;

@@ -1,4 +1,5 @@
-/* Error feedback: the factor's identity, a hand example, the order of rows, and that feedback lowers e' H e. */
+/* Error feedback: the factor's identity, a hand example, the order of rows, and that feedback lowers e' H
+ * e. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -33,8 +34,8 @@ static double quadratic(int D, const double *H, const double *e)
     return sum;
 }
 
-/* e' (H + damp mean I) e = sum over j of d_j (e_j + sum over i > j of l_ij e_i)^2, rows in order: with d found by solving for
- * unit vectors, the identity must hold for any e. */
+/* e' (H + damp mean I) e = sum over j of d_j (e_j + sum over i > j of l_ij e_i)^2, rows in order: with d
+ * found by solving for unit vectors, the identity must hold for any e. */
 static void the_factor_splits_the_quadratic_form(void **state)
 {
     (void)state;
@@ -76,11 +77,14 @@ static void the_factor_splits_the_quadratic_form(void **state)
     gsl_rng_free(rng);
 }
 
-/* H + damp mean I = [[2.5, 2], [2, 4.5]] with damp 1/6 of mean 3: rows 0, 1: l = 2/2.5; rows 1, 0: l = 2/4.5. */
+/* H + damp mean I = [[2.5, 2], [2, 4.5]] with damp 1/6 of mean 3: rows 0, 1: l = 2/2.5; rows 1, 0: l =
+ * 2/4.5. */
 static void a_factor_by_hand(void **state)
 {
     (void)state;
-    const double H[8 * 8] = { [0] = 2, [1] = 2, [8] = 2, [9] = 4, [18] = 3, [27] = 3, [36] = 3, [45] = 3, [54] = 3, [63] = 3 };
+    const double H[8 * 8] = {
+        [0] = 2, [1] = 2, [8] = 2, [9] = 4, [18] = 3, [27] = 3, [36] = 3, [45] = 3, [54] = 3, [63] = 3
+    };
     uint16_t order[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
     float factor[64];
     int is_zero;
@@ -107,7 +111,8 @@ static void a_zero_matrix_gives_a_zero_factor_and_says_so(void **state)
     assert_true(is_zero);
     for (int i = 0; i < 64; i++) assert_true(factor[i] == 0);
     H[1] = H[8] = 5, H[0] = H[9] = 1; /* not positive semidefinite: no sum of squares */
-    assert_refused(lowkey_feedback_factor(8, H, order, 1e-6, factor, &is_zero, &err), LOWKEY_EINVAL, err, "damp");
+    assert_refused(lowkey_feedback_factor(8, H, order, 1e-6, factor, &is_zero, &err), LOWKEY_EINVAL, err,
+                   "damp");
 }
 
 /* Quantize to integers times a step, with and without feedback, as packing does: the last row first. */
@@ -171,8 +176,10 @@ static void rows_keep_pairs_together_and_wide_ones_first(void **state)
                     assert_true(row_of[first] % 2 == 0 && row_of[second] == row_of[first] + 1);
                 }
                 for (int r = 0; r + 3 < rope_dims; r += 2) {
-                    const int here = bits[order[r]] > bits[order[r + 1]] ? bits[order[r]] : bits[order[r + 1]];
-                    const int next = bits[order[r + 2]] > bits[order[r + 3]] ? bits[order[r + 2]] : bits[order[r + 3]];
+                    const int here = bits[order[r]] > bits[order[r + 1]] ? bits[order[r]]
+                                                                         : bits[order[r + 1]];
+                    const int next = bits[order[r + 2]] > bits[order[r + 3]] ? bits[order[r + 2]]
+                                                                             : bits[order[r + 3]];
                     assert_true(here >= next);
                 }
                 for (int r = rope_dims; r + 1 < D; r++) assert_true(bits[order[r]] >= bits[order[r + 1]]);

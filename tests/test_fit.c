@@ -1,5 +1,5 @@
-/* lowkey_fit as a function: what it returns, that blocks of channels do not matter, what options it refuses. The command's
- * test (test_fit.py) has the data. */
+/* lowkey_fit as a function: what it returns, that blocks of channels do not matter, what options it
+ * refuses. The command's test (test_fit.py) has the data. */
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -8,8 +8,13 @@
 #include "tests/captured.h"
 #include "tests/check.h"
 
-static const lowkey_layer_desc geometry = { .struct_size = sizeof(lowkey_layer_desc), .n_q_heads = 4, .n_kv_heads = 2,
-                                            .key_head_dim = 16, .value_head_dim = 24, .logit_scale = 0.25, .rope_dims = 16,
+static const lowkey_layer_desc geometry = { .struct_size = sizeof(lowkey_layer_desc),
+                                            .n_q_heads = 4,
+                                            .n_kv_heads = 2,
+                                            .key_head_dim = 16,
+                                            .value_head_dim = 24,
+                                            .logit_scale = 0.25,
+                                            .rope_dims = 16,
                                             .rope_attention_factor = 1 };
 static const int lengths[CAPTURED_SAMPLES] = { 100, 3, 65 };
 
@@ -27,13 +32,15 @@ static void blocks_of_channels_do_not_change_the_file(void **state)
 {
     (void)state;
     struct captured captured;
-    captured_make(&captured, &geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY, 3);
+    captured_make(&captured, &geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY,
+                  3);
     const char *paths[] = { captured.path };
     char *first = NULL;
     size_t n_first = 0;
     lowkey_error err;
     for (int scope = 0; scope < 3; scope++) {
-        for (int64_t bytes = 0; bytes < 20000; bytes = bytes * 7 + 1) { /* all; one channel at a time; several */
+        for (int64_t bytes = 0; bytes < 20000;
+             bytes = bytes * 7 + 1) { /* all; one channel at a time; several */
             struct lowkey_fit_options options = lowkey_fit_defaults();
             options.side[0].scope = options.side[1].scope = (enum lowkey_scope)scope;
             options.side[1].token_scale = scope == 2 ? LOWKEY_SCALE_F16 : LOWKEY_SCALE_NONE;
@@ -105,8 +112,11 @@ static void options_that_do_not_go_together_are_refused(void **state)
 static void presets_are_known_by_name(void **state)
 {
     (void)state;
-    const char *const good[] = { "kvquant-nuq2", "kvquant-nuq3", "kvquant-nuq4", "kvquant-nuq2-1%", "kvquant-nuq4-1%" };
-    const char *const bad[] = { "kvquant-nuq1", "kvquant-nuq5", "kvquant-nuq", "kvquant-nuq3-2%", "nuq3", "" };
+    const char *const good[] = { "kvquant-nuq2", "kvquant-nuq3", "kvquant-nuq4", "kvquant-nuq2-1%",
+                                 "kvquant-nuq4-1%" };
+    const char *const bad[] = {
+        "kvquant-nuq1", "kvquant-nuq5", "kvquant-nuq", "kvquant-nuq3-2%", "nuq3", ""
+    };
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         struct lowkey_fit_options o = lowkey_fit_defaults();
         lowkey_error err;
@@ -143,14 +153,16 @@ static void sensitivity_is_the_first_that_all_files_have(void **state)
     enum lowkey_sensitivity got;
     lowkey_error err;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        assert_ok(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_AUTO, cases[i].contents, cases[i].contents, &got, &err), err);
+        assert_ok(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_AUTO, cases[i].contents, cases[i].contents,
+                                            &got, &err),
+                  err);
         assert_int_equal(got, cases[i].want);
     }
-    assert_refused(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_AUTO, BASE, BASE | QUERY, &got, &err), LOWKEY_EINVAL, err,
-                   "same contents");
+    assert_refused(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_AUTO, BASE, BASE | QUERY, &got, &err),
+                   LOWKEY_EINVAL, err, "same contents");
     assert_ok(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_NONE, BASE, BASE | QUERY, &got, &err), err);
-    assert_refused(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_FISHER, BASE | WEIGHTS, BASE, &got, &err), LOWKEY_EINVAL, err,
-                   "key_grad");
+    assert_refused(lowkey_choose_sensitivity(LOWKEY_SENSITIVITY_FISHER, BASE | WEIGHTS, BASE, &got, &err),
+                   LOWKEY_EINVAL, err, "key_grad");
 }
 
 int main(void)

@@ -269,7 +269,7 @@ def test_constants_are_exact():
             side = layer.key
             got = side.table.reshape(-1, side.E)[:, 0]
             assert np.array_equal(got, np.resize(values, got.shape)), options
-            assert (side.n_entries == 1).all() and (side.report.flags & 1).all() and not side.report.mse.any()
+            assert (side.n_entries == 1).all() and (side.report.flags & 9 == 1).all() and not side.report.mse.any()
         assert q.report_json["sides"][0]["constant_channels"] == 32
 
 
@@ -420,6 +420,18 @@ def test_weights_of_every_kind():
         side = fit(options, weighted(one)).layers[0].key
         assert not (side.report.flags & 8).any() or "scope" in options or "clip" in options
         assert (fit(options, weighted(wide)).layers[0].key.report.flags & 16).any()
+
+
+def test_a_head_without_weight():
+    """A head whose weights are all zero shares a codebook of unit weights; the other heads keep theirs"""
+    def change(name, layer, rows):
+        if name == "key_weight":
+            rows[:, 1] = 0
+    whole = fit("--bits 2 --scope head", weighted(None)).layers[0].key
+    side = fit("--bits 2 --scope head", weighted(change)).layers[0].key
+    plain = fit("--bits 2 --scope head --sensitivity none", weighted(None)).layers[0].key
+    assert np.array_equal(side.table[0], whole.table[0]) and np.array_equal(side.table[1], plain.table[1])
+    assert (side.report.flags[1] & 8).all() and not (side.report.flags[0] & 8).any()
 
 
 def test_bad_weights_and_values():

@@ -1,5 +1,5 @@
-/* The solver against brute force in long double on few values, against Lloyd from many starts on many, and on the data
- * that breaks solvers. */
+/* The solver against brute force in long double on few values, against Lloyd from many starts on many, and
+ * on the data that breaks solvers. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -17,11 +17,16 @@ static float draw(gsl_rng *rng, enum shape shape)
 {
     const double normal = gsl_ran_ugaussian(rng);
     switch (shape) {
-    case HEAVY_TAILED: return (float)(normal / (fabs(gsl_ran_ugaussian(rng)) + 1e-5));
-    case SPIKES: return (float)((double)gsl_rng_uniform_int(rng, 20) * 1000 + 1e-3 * normal);
-    case OFFSET: return (float)(600 + normal);
-    case STEPS: return (float)(floor(40 * normal) / 16);
-    default: return (float)normal;
+    case HEAVY_TAILED:
+        return (float)(normal / (fabs(gsl_ran_ugaussian(rng)) + 1e-5));
+    case SPIKES:
+        return (float)((double)gsl_rng_uniform_int(rng, 20) * 1000 + 1e-3 * normal);
+    case OFFSET:
+        return (float)(600 + normal);
+    case STEPS:
+        return (float)(floor(40 * normal) / 16);
+    default:
+        return (float)normal;
     }
 }
 
@@ -46,7 +51,8 @@ static double cost_of(size_t n, const float *x, const float *w, int k, const dou
     return (double)sum;
 }
 
-/* The least cost over every cut of sorted values into at most k intervals: O(k n^2), costs summed value by value. */
+/* The least cost over every cut of sorted values into at most k intervals: O(k n^2), costs summed value by
+ * value. */
 static double least_cost(size_t n, const float *x, const float *w, int k)
 {
     long double *cost = malloc((n + 1) * (n + 1) * sizeof *cost), *best = malloc((n + 1) * sizeof *best);
@@ -170,13 +176,16 @@ static void many_values_are_never_worse_than_lloyd(void **state)
                 const double a = cost_of(N, x, w, sorted.n, sorted.value);
                 const double b = cost_of(N, x, w, any_order.n, any_order.value);
                 double square = 0;
-                for (size_t i = 0; i < N; i++) square += (double)w[i] * pow((double)x[i] - (double)x[N / 2], 2);
+                for (size_t i = 0; i < N; i++)
+                    square += (double)w[i] * pow((double)x[i] - (double)x[N / 2], 2);
                 assert_true(fabs(a - sorted.cost) <= 1e-12 * square);
                 assert_true(fabs(b - any_order.cost) <= 1e-12 * square);
                 for (int start = 0; start < 5; start++) {
                     const double lloyd = lloyd_from(rng, N, x, w, k);
-                    if (a > lloyd * (1 + 1e-12)) fail_msg("sorted, shape %d, k %d: %.15g > %.15g", shape, k, a, lloyd);
-                    if (b > lloyd * (1 + 1e-12)) fail_msg("points, shape %d, k %d: %.15g > %.15g", shape, k, b, lloyd);
+                    if (a > lloyd * (1 + 1e-12))
+                        fail_msg("sorted, shape %d, k %d: %.15g > %.15g", shape, k, a, lloyd);
+                    if (b > lloyd * (1 + 1e-12))
+                        fail_msg("points, shape %d, k %d: %.15g > %.15g", shape, k, b, lloyd);
                 }
             }
         }
@@ -190,7 +199,8 @@ static void entries_agree_on_a_million_values(void **state)
     (void)state;
     enum { N = 1 << 20 };
     gsl_rng *rng = gsl_rng_alloc(gsl_rng_mt19937);
-    float *x = malloc(N * sizeof *x), *w = malloc(N * sizeof *w), *mixed = malloc(N * sizeof *x), *mixed_w = malloc(N * sizeof *w);
+    float *x = malloc(N * sizeof *x), *w = malloc(N * sizeof *w), *mixed = malloc(N * sizeof *x),
+          *mixed_w = malloc(N * sizeof *w);
     lowkey_error err;
     for (int shape = 0; shape < N_SHAPES; shape++) {
         for (size_t i = 0; i < N; i++) x[i] = draw(rng, (enum shape)shape);
@@ -227,7 +237,8 @@ static void fewer_values_than_centroids_are_kept_exactly(void **state)
         struct lowkey_centroids got;
         assert_ok((entry ? lowkey_kmeans_sorted : lowkey_kmeans_points)(N, x, NULL, 16, &got, &err), err);
         assert_int_equal(got.n, 3);
-        for (int c = 0; c < 3; c++) assert_true((float)got.value[c] == values[c] && got.value[c] == (double)values[c]);
+        for (int c = 0; c < 3; c++)
+            assert_true((float)got.value[c] == values[c] && got.value[c] == (double)values[c]);
         assert_true(got.cost == 0);
         assert_true(got.boundary[1] > (double)values[1] && got.boundary[1] < (double)values[2]);
     }
@@ -304,8 +315,8 @@ static void bad_input_is_refused_by_name(void **state)
     struct lowkey_centroids got;
     lowkey_error err;
     for (int entry = 0; entry < 2; entry++) {
-        lowkey_status (*solve)(size_t, const float *, const float *, int, struct lowkey_centroids *, lowkey_error *) =
-            entry ? lowkey_kmeans_sorted : lowkey_kmeans_points;
+        lowkey_status (*solve)(size_t, const float *, const float *, int, struct lowkey_centroids *,
+                               lowkey_error *) = entry ? lowkey_kmeans_sorted : lowkey_kmeans_points;
         const float bad_values[] = { NAN, INFINITY, -INFINITY }, bad_weights[] = { NAN, INFINITY, -1 };
         for (int b = 0; b < 3; b++)
             for (int at = 0; at < N; at += 1499) {
@@ -335,7 +346,7 @@ static void bins_alone_give_the_best_cut_on_their_edges(void **state)
     for (int i = 0; i < 25; i++) { /* every other bin is empty */
         x[i] = (float)(i * i);
         w[i] = (float)(1 + i % 4);
-        bins[2 * i] = (struct lowkey_mass){ (double)w[i], (double)w[i] * (double)x[i] };
+        bins[2 * i] = (struct lowkey_mass) { (double)w[i], (double)w[i] * (double)x[i] };
         square += (double)w[i] * (double)x[i] * (double)x[i];
     }
     struct lowkey_centroids got;
@@ -345,7 +356,8 @@ static void bins_alone_give_the_best_cut_on_their_edges(void **state)
     const double want = least_cost(25, x, w, 4);
     assert_true(fabs(got.cost - want) < 1e-9 * want);
     assert_true(fabs(cost_of(25, x, w, 4, got.value) - want) < 1e-9 * want);
-    assert_refused(lowkey_kmeans_bins(1, bins + 1, 0, 4, &got, &err), LOWKEY_EINVAL, err, "no value of positive weight");
+    assert_refused(lowkey_kmeans_bins(1, bins + 1, 0, 4, &got, &err), LOWKEY_EINVAL, err,
+                   "no value of positive weight");
 }
 
 int main(void)

@@ -22,7 +22,7 @@ static void gain_restores_the_spread_of_what_it_saw(void **state)
     m.uv = 6 * 6 / 4.0; /* covariance 0 */
     correction = lowkey_gain_correction(&m, 10);
     assert_true(correction.factor == 1 && correction.to == correction.from);
-    m = (struct lowkey_channel_moments){ 0 };
+    m = (struct lowkey_channel_moments) { 0 };
     correction = lowkey_gain_correction(&m, 0);
     assert_true(correction.factor == 1 && correction.to == correction.from);
 }
@@ -48,13 +48,20 @@ static void qnorm_matches_mean_and_deviation(void **state)
 static void check_format(const struct lowkey_side_choice *format, int n_threads)
 {
     static const int lengths[CAPTURED_SAMPLES] = { 150, 3, 70 };
-    struct lowkey_quantizer_choice choice = { .n_q_heads = 2, .n_kv_heads = 2, .key_head_dim = 16, .value_head_dim = 16,
-                                              .rope_dims = 16, .n_sink_tokens = 4, .key = *format, .value = *format };
+    struct lowkey_quantizer_choice choice = { .n_q_heads = 2,
+                                              .n_kv_heads = 2,
+                                              .key_head_dim = 16,
+                                              .value_head_dim = 16,
+                                              .rope_dims = 16,
+                                              .n_sink_tokens = 4,
+                                              .key = *format,
+                                              .value = *format };
     lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
     const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
     const lowkey_side_desc *desc = &layer->desc->value;
     struct captured captured;
-    captured_make(&captured, layer->desc, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_VALUE_WEIGHT, 3);
+    captured_make(&captured, layer->desc, lengths,
+                  1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_VALUE_WEIGHT, 3);
     struct lowkey_random random = { 5 };
     lowkey_make_rows(&random, layer->desc, 1, LOWKEY_NORMAL, captured.n_tokens, captured.rows[LOWKEY_VALUE]);
     captured_write(&captured);
@@ -66,17 +73,25 @@ static void check_format(const struct lowkey_side_choice *format, int n_threads)
     uint64_t histogram[C * 32], counted[C * 32] = { 0 };
     for (int c = 0; c < C; c++) {
         shift[c] = 0.25 * c, shift_x[c] = -0.5 * c;
-        shapes[c] = (struct lowkey_weight_shape){ .largest = 2, .clip = 0.9, .floor = 0.1, .mean = 0.5 };
+        shapes[c] = (struct lowkey_weight_shape) { .largest = 2, .clip = 0.9, .floor = 0.1, .mean = 0.5 };
     }
-    struct lowkey_moments moments = { .n_channels = C, .n_table = E, .shift = shift, .shift_x = shift_x, .shapes = shapes,
-                                      .channel = channel, .histogram = histogram };
+    struct lowkey_moments moments = { .n_channels = C,
+                                      .n_table = E,
+                                      .shift = shift,
+                                      .shift_x = shift_x,
+                                      .shapes = shapes,
+                                      .channel = channel,
+                                      .histogram = histogram };
     lowkey_captures *captures;
     lowkey_error err;
     const char *paths[] = { captured.path };
     assert_ok(lowkey_captures_open(1, paths, 0, 0, 4, &captures, &err), err);
     const struct lowkey_weights weights = { LOWKEY_WEIGHTS_FILE, captures, 0, 16, LOWKEY_VALUE_WEIGHT, NULL };
-    const struct lowkey_pack_pass pass = { .captures = captures, .stream = LOWKEY_VALUE, .side = &layer->side[1],
-                                           .weights = &weights, .n_threads = n_threads };
+    const struct lowkey_pack_pass pass = { .captures = captures,
+                                           .stream = LOWKEY_VALUE,
+                                           .side = &layer->side[1],
+                                           .weights = &weights,
+                                           .n_threads = n_threads };
     assert_ok(lowkey_moments_run(&pass, &moments, &err), err);
     struct lowkey_oracle_token *token = lowkey_oracle_token_new(C);
     long n_outliers = 0, n_clamped = 0, n_saturated = 0;
@@ -98,7 +113,9 @@ static void check_format(const struct lowkey_side_choice *format, int n_threads)
                 for (int o = 0; o < token->n_outliers; o++) is_outlier |= token->outliers[o].channel == c;
                 if (desc->bits[c] > 5) continue;
                 counted[c * E + (int)token->codes[c]]++;
-                if (desc->outlier_rule == LOWKEY_OUTLIER_LIMIT && (x[c] > desc->upper[c] || x[c] < desc->lower[c])) is_outlier = 1;
+                if (desc->outlier_rule == LOWKEY_OUTLIER_LIMIT &&
+                    (x[c] > desc->upper[c] || x[c] < desc->lower[c]))
+                    is_outlier = 1;
                 const int block = desc->token_scale ? c / desc->scale_block : 0;
                 const double scale = desc->token_scale ? (double)token->scales[block] : 1;
                 const double zero = desc->token_scale ? (double)token->zeros[block] : 0;
@@ -130,8 +147,14 @@ static void sums_of_a_pass_are_those_of_the_oracle(void **state)
         { .bits = 1 },
         { .bits = 3, .feedback = 1, .shuffled = 1 },
         { .bits = LOWKEY_MIXED_BITS, .shuffled = 1 },
-        { .bits = LOWKEY_MIXED_BITS, .outlier_rule = LOWKEY_OUTLIER_LIMIT, .outlier_cap = 3, .outlier_page_capacity = 60 },
-        { .bits = 2, .token_scale = LOWKEY_SCALE_F16, .outlier_rule = LOWKEY_OUTLIER_RANK, .outlier_rank = 1 },
+        { .bits = LOWKEY_MIXED_BITS,
+          .outlier_rule = LOWKEY_OUTLIER_LIMIT,
+          .outlier_cap = 3,
+          .outlier_page_capacity = 60 },
+        { .bits = 2,
+          .token_scale = LOWKEY_SCALE_F16,
+          .outlier_rule = LOWKEY_OUTLIER_RANK,
+          .outlier_rank = 1 },
         { .bits = LOWKEY_MIXED_BITS, .token_scale = LOWKEY_SCALE_F32, .scale_block = 8 },
     };
     for (size_t f = 0; f < sizeof formats / sizeof formats[0]; f++)

@@ -1,4 +1,5 @@
-/* Tables as stored: on the grid of f16 times a power of two, exact where that can be, never falling together silently. */
+/* Tables as stored: on the grid of f16 times a power of two, exact where that can be, never falling
+ * together silently. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -27,7 +28,8 @@ static void check_stored(const struct lowkey_stored_table *stored)
     assert_in_range(stored->exponent + 200, 200 - 126, 200 + 127);
     for (int k = 0; k < 32; k++) {
         assert_true(isfinite(stored->entry[k]));
-        if (k < stored->n_entries) assert_true(is_on_grid(stored->entry[k], stored->center, stored->exponent));
+        if (k < stored->n_entries)
+            assert_true(is_on_grid(stored->entry[k], stored->center, stored->exponent));
         if (k > 0 && k < stored->n_entries) assert_true(stored->entry[k] > stored->entry[k - 1]);
         if (k >= stored->n_entries) assert_true(stored->entry[k] == stored->entry[stored->n_entries - 1]);
         if (k < 31 && k >= stored->n_entries - 1) assert_true(stored->boundary[k] == FLT_MAX);
@@ -96,9 +98,11 @@ static void entries_of_any_magnitude_keep_eleven_bits(void **state)
         if (fabs(offset) + 5 * magnitude > 3e38) continue;
         const double half = 0.5 * (entries[n - 1] - entries[0]);
         const double ulp = fmax(fabs(entries[0]), fabs(entries[n - 1])) * 0x1p-23;
-        for (int k = 0; k < n; k++) { /* the nearest stored entry is within 2^-11 of the spread (or of the values) */
+        for (int k = 0; k < n;
+             k++) { /* the nearest stored entry is within 2^-11 of the spread (or of the values) */
             double nearest = HUGE_VAL;
-            for (int s = 0; s < stored.n_entries; s++) nearest = fmin(nearest, fabs((double)stored.entry[s] - entries[k]));
+            for (int s = 0; s < stored.n_entries; s++)
+                nearest = fmin(nearest, fabs((double)stored.entry[s] - entries[k]));
             const double scale = stored.center != 0 ? 2 * half : fmax(fabs(entries[0]), fabs(entries[n - 1]));
             assert_true(nearest <= 0x1p-11 * scale + ulp + 0x1p-149);
         }
@@ -110,13 +114,15 @@ static void entries_of_any_magnitude_keep_eleven_bits(void **state)
 static void entries_that_fall_together_are_one(void **state)
 {
     (void)state;
-    const double entries[4] = { 1, 1 + 1e-9, 1 + 2e-9, 3.3 }; /* not exact in f32, and 3.3 keeps the center at 0 */
+    const double entries[4] = { 1, 1 + 1e-9, 1 + 2e-9,
+                                3.3 }; /* not exact in f32, and 3.3 keeps the center at 0 */
     const struct lowkey_table table = table_of(4, entries);
     struct lowkey_stored_table stored;
     lowkey_table_store(&table, 0, &stored);
     check_stored(&stored);
     assert_int_equal(stored.n_entries, 2);
-    assert_true(stored.boundary[0] > 2.1f && stored.boundary[0] < 2.2f); /* that between the last of them and 3.3 */
+    assert_true(stored.boundary[0] > 2.1f &&
+                stored.boundary[0] < 2.2f); /* that between the last of them and 3.3 */
 }
 
 static void boundaries_part_floats_as_the_midpoint_does(void **state)
@@ -124,7 +130,8 @@ static void boundaries_part_floats_as_the_midpoint_does(void **state)
     (void)state;
     gsl_rng *rng = gsl_rng_alloc(gsl_rng_mt19937);
     for (int trial = 0; trial < 2000; trial++) {
-        const float a = (float)gsl_ran_ugaussian(rng), b = nextafterf(a, INFINITY), c = nextafterf(b, INFINITY);
+        const float a = (float)gsl_ran_ugaussian(rng), b = nextafterf(a, INFINITY),
+                    c = nextafterf(b, INFINITY);
         const double entries[2] = { (double)a, trial % 2 ? (double)b : (double)c };
         const struct lowkey_table table = table_of(2, entries);
         const double middle = 0.5 * (entries[0] + entries[1]);

@@ -17,8 +17,10 @@ static void weights_are_clipped_and_floored_around_their_mean(void **state)
     struct lowkey_weight_shape shape;
     lowkey_weight_learn(N, raw, 0, 50, 0.001, &shape);
     const double mean = (9001 + 998) / 1000.0;
-    assert_true(fabs((double)lowkey_weight_made(&shape, 9001) * lowkey_weight_unit(&shape) - 50 * mean) < 1e-3);
-    assert_true(fabs((double)lowkey_weight_made(&shape, 0) * lowkey_weight_unit(&shape) - 0.001 * mean) < 1e-6);
+    assert_true(fabs((double)lowkey_weight_made(&shape, 9001) * lowkey_weight_unit(&shape) - 50 * mean) <
+                1e-3);
+    assert_true(fabs((double)lowkey_weight_made(&shape, 0) * lowkey_weight_unit(&shape) - 0.001 * mean) <
+                1e-6);
     assert_true(fabs((double)lowkey_weight_made(&shape, 1) * lowkey_weight_unit(&shape) - 1) < 1e-6);
     const double made_mean = (50 * mean + 0.001 * mean + 998) / N;
     assert_true(fabs(shape.mean * lowkey_weight_unit(&shape) - made_mean) < 1e-4);
@@ -70,7 +72,8 @@ static void stored_rows_come_back_by_head_and_token(void **state)
         for (int i = 0; i < 28; i++) assert_true(rows[i] == (float)(1000 * h + 8 + i));
     }
     lowkey_store_close(&store);
-    assert_refused(lowkey_store_open("/nowhere/at/all/q.h5", 10, 3, 4, &store, &err), LOWKEY_EIO, err, "/nowhere/at/all");
+    assert_refused(lowkey_store_open("/nowhere/at/all/q.h5", 10, 3, 4, &store, &err), LOWKEY_EIO, err,
+                   "/nowhere/at/all");
 }
 
 int main(void)
