@@ -19,12 +19,23 @@ def need(condition, message):
         raise Refused(message)
 
 
+_interrupted = []
+
+
+def go_on():
+    """Ends the program's work, tidily, where a signal came in. Raising in the handler itself would not do: Python
+    swallows what is raised while it runs a callback of its own."""
+    if _interrupted:
+        raise KeyboardInterrupt
+
+
 def note(message):
     print(message, file=sys.stderr)
 
 
 def progress(what, done, total):
-    """A line that rewrites itself, only where somebody watches."""
+    """A line that rewrites itself, only where somebody watches; and a place to be interrupted."""
+    go_on()
     if sys.stderr.isatty():
         text = f"{what} {100 * done // total:3d} %" if done < total else ""
         print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
@@ -38,6 +49,7 @@ def whole_file(path, verify):
         with h5py.File(temporary, "w", track_order=False) as file:
             yield file
         verify(temporary)
+        go_on()
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)
@@ -58,9 +70,11 @@ def sha256(data):
 
 def run(main):
     """Run a converter's main as a command: exit 0 good, 1 failed with one line, 130 interrupted (2: argparse's)."""
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def interrupted(number, _):
+        _interrupted.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one kills
 
+    signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, interrupted)
     program = os.path.basename(sys.argv[0])
     try:

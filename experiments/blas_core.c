@@ -17,8 +17,12 @@ void lowkey_blas_core_choose(char **argv)
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
         better = "SkylakeX";
     if (!better || getenv(variable) || strcmp(openblas_get_corename(), "Prescott") != 0) return;
+    char program[4096];
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (length < 0) return;
+    program[length] = 0;
     setenv(variable, better, 1);
-    execv("/proc/self/exe", argv);
+    execv(program, argv);
     unsetenv(variable); /* it could not be started: slower, but right */
 #else
     (void)argv;

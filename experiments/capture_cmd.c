@@ -22,8 +22,9 @@ static const char usage[] =
     "  --layers A,B,...   layers to write, or all (all)\n"
     "  --queries yes|no   write queries too, which calibration without gradients and lowkey error need (yes)\n"
     "  --dtype TYPE       f16, bf16 or f32 (f16); what f16 cannot hold is refused\n"
-    "  --per-file N       files of N samples, OUT.000.h5 and so on; those that are there already are kept, so that a\n"
-    "                     run that was stopped goes on. A fit over them equals the fit over one file\n"
+    "  --per-file N       files of N samples, OUT.000.h5 and so on; one that is there already and holds the same samples,\n"
+    "                     layers and streams of the same model is kept, whatever its --dtype, so that a run that was\n"
+    "                     stopped goes on. A fit over them equals the fit over one file\n"
     "  --threads N        (as many as there are CPUs); the file does not depend on it\n";
 
 struct options {

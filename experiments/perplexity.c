@@ -23,7 +23,7 @@ double lowkey_token_nll(const float *logits, int n, int target)
     for (int i = 1; i < n; i++) max = logits[i] > max ? logits[i] : max;
     double sum = 0;
     for (int i = 0; i < n; i++) sum += exp((double)logits[i] - (double)max);
-    return log(sum) + (double)max - (double)logits[target];
+    return log(sum) + ((double)max - (double)logits[target]);
 }
 
 struct rows {

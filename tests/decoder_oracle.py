@@ -4,13 +4,13 @@ import numpy as np
 
 
 class Model:
-    def __init__(self, path):
+    def __init__(self, path, n_layers=None):
         with h5py.File(path) as file:
             self.root = dict(file.attrs)
             self.embedding, self.final_norm = file["token_embedding"][...], file["final_norm"][...]
             self.output = file["output"][...] if "output" in file else self.embedding
             self.layers = []
-            for name in sorted(file["layers"]):
+            for name in sorted(file["layers"])[:n_layers]:
                 group = file["layers"][name]
                 self.layers.append(({k: v[...].astype(np.float64) for k, v in group.items()}, dict(group.attrs)))
 
@@ -47,11 +47,11 @@ def attend(query, key, value, geometry, weights):
     return out
 
 
-def forward(model, tokens, n_layers=None):
-    """(hidden after the final norm, [(query, key, value) before RoPE of each layer that was run])"""
+def forward(model, tokens):
+    """(hidden after the final norm, [(query, key, value) before RoPE of each layer])"""
     x, seen, n = model.embedding[tokens].astype(np.float64), [], len(tokens)
     epsilon = float(model.root["rms_norm_eps"])
-    for weights, geometry in model.layers[:n_layers]:
+    for weights, geometry in model.layers:
         h = norm(x, weights["attention_norm"], epsilon)
         made = []
         for name, heads in (("query", "n_q_heads"), ("key", "n_kv_heads"), ("value", "n_kv_heads")):

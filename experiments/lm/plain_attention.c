@@ -111,11 +111,24 @@ static void store_block(void *arg, int i)
     }
 }
 
+/* In lanes that do not wait for each other; n >= 1. */
+static float largest(const float *x, int n)
+{
+    enum { LANES = 16 };
+    float max[LANES];
+    int t = 0;
+    for (int i = 0; i < LANES; i++) max[i] = x[0];
+    for (; t + LANES <= n; t += LANES)
+        for (int i = 0; i < LANES; i++) max[i] = x[t + i] > max[i] ? x[t + i] : max[i];
+    for (; t < n; t++) max[0] = x[t] > max[0] ? x[t] : max[0];
+    for (int i = 1; i < LANES; i++) max[0] = max[i] > max[0] ? max[i] : max[0];
+    return max[0];
+}
+
 /* Softmax over the first n_visible of n scores, the rest 0. The sum is f64: n may be large. */
 static void softmax(float *scores, int n_visible, int n)
 {
-    float max = scores[0];
-    for (int t = 1; t < n_visible; t++) max = scores[t] > max ? scores[t] : max;
+    const float max = largest(scores, n_visible);
     double sum = 0;
     for (int t = 0; t < n_visible; t++) {
         scores[t] = expf(scores[t] - max);
