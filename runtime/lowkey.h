@@ -208,8 +208,8 @@ LOWKEY_API lowkey_status lowkey_cache_create(lowkey_context *context, const lowk
                                              const lowkey_cache_config *config, lowkey_cache **out, lowkey_error *err);
 LOWKEY_API void lowkey_cache_free(lowkey_cache *cache);
 
-/* Make room for n_tokens more tokens of a sequence, in every layer: finds pages, checks limits. LOWKEY_EFULL
- * changes nothing. append then needs no memory and cannot run out. */
+/* Make room for n_tokens more tokens of a sequence than its longest layer holds, in every layer: finds pages, checks
+ * limits. LOWKEY_EFULL changes nothing. append then needs no memory and cannot run out. */
 LOWKEY_API lowkey_status lowkey_cache_reserve(lowkey_cache *cache, int sequence, int n_tokens, lowkey_error *err);
 
 /* Append at one layer n_tokens[i] tokens to sequences[i], i < n (no sequence twice). Rows of all sequences lie one
@@ -252,6 +252,7 @@ typedef struct lowkey_attend_args {
     size_t workspace_bytes;      /* at least lowkey_attend_workspace_bytes of the same args */
 } lowkey_attend_args;
 
+/* For the lengths of now; 0: no workspace is needed, or lowkey_attend would refuse the args (and say why). */
 LOWKEY_API size_t lowkey_attend_workspace_bytes(const lowkey_cache *cache, const lowkey_attend_args *args);
 LOWKEY_API lowkey_status lowkey_attend(const lowkey_cache *cache, const lowkey_attend_args *args, lowkey_error *err);
 

@@ -31,7 +31,9 @@ static double size_of_score(const lowkey_layer_desc *layer, const float *q, cons
     for (int i = 0; i < layer->rope_dims / 2; i++) {
         int a, b;
         pair_of(layer, i, &a, &b);
-        size += f2 * hypot((double)q[a], (double)q[b]) * hypot((double)k[a], (double)k[b]);
+        const double q2 = (double)q[a] * (double)q[a] + (double)q[b] * (double)q[b];
+        const double k2 = (double)k[a] * (double)k[a] + (double)k[b] * (double)k[b];
+        size += f2 * sqrt(q2 * k2);
     }
     for (int c = layer->rope_dims; c < layer->key_head_dim; c++) size += fabs((double)q[c] * (double)k[c]);
     return size * layer->logit_scale;

@@ -137,7 +137,8 @@ static float *attend_batch(const struct batch *batch, int n_threads, int fill, f
     lowkey_test_attend(cache, batch->layer, N_SEQUENCES, sequences, batch_queries, batch->tokens, out, lse);
     assert_int_equal(memory.n_calls, n_calls);
     const size_t row = (size_t)(batch->layer->n_q_heads * batch->layer->value_head_dim);
-    for (int i = 0, query = 0; i < N_SEQUENCES && n_threads == 0; query += batch_queries[i++]) /* the others equal this */
+    for (int i = 0, query = 0; i < N_SEQUENCES && n_threads == 0;
+         query += batch_queries[i++]) /* the others equal this */
         check_sequence(cache, batch->layer, i, batch_queries[i], &batch->tokens[i], out + (size_t)query * row,
                        NULL);
     lowkey_cache_free(cache);
@@ -149,7 +150,7 @@ static float *attend_batch(const struct batch *batch, int n_threads, int fill, f
 static void test_threads_and_noise(void **state)
 {
     (void)state;
-    for (int format = 1; format < LOWKEY_N_FORMATS; format += 5) {
+    for (int format = 1; format < LOWKEY_N_FORMATS; format += 7) {
         struct batch batch = make_batch(format);
         const size_t n_lse = (size_t)(total_queries() * batch.layer->n_q_heads);
         const size_t n_out = n_lse * (size_t)batch.layer->value_head_dim;
@@ -246,6 +247,48 @@ static void test_layers_turn_by_their_own_angles(void **state)
         check_sequence(cache, &desc->layers[i], 0, n_queries, &tokens, out, NULL);
         free(out);
         lowkey_tokens_made_free(&tokens);
+    }
+    lowkey_cache_free(cache);
+    lowkey_context_free(context);
+    lowkey_quantizer_free(quantizer);
+}
+
+/* Three layers of other heads, dims, formats and RoPE in one quantizer. */
+static void test_layers_of_other_geometry(void **state)
+{
+    (void)state;
+    enum { N_LAYERS = 3 };
+    lowkey_quantizer *parts[N_LAYERS], *quantizer;
+    lowkey_layer_desc layers[N_LAYERS];
+    lowkey_error err;
+    for (int i = 0; i < N_LAYERS; i++) {
+        const struct lowkey_quantizer_choice choice = lowkey_case(
+            (int[]) { 6, 2, 7 }[i], (int[]) { 12, 15, 8 }[i], (int[]) { 1, 16, 17 }[i]);
+        parts[i] = lowkey_make_quantizer(&choice, NULL);
+        layers[i] = lowkey_quantizer_describe(parts[i])->layers[0];
+        layers[i].index = 3 * i;
+    }
+    const lowkey_quantizer_desc desc = {
+        .struct_size = sizeof desc, .n_layers = N_LAYERS, .layers = layers, .n_sink_tokens = 2
+    };
+    assert_ok(lowkey_quantizer_create(&desc, NULL, &quantizer, &err), err);
+    for (int i = 0; i < N_LAYERS; i++) lowkey_quantizer_free(parts[i]);
+    lowkey_context *context = lowkey_test_context(NULL, NULL);
+    lowkey_cache *cache = lowkey_test_cache(context, quantizer, 6, 2, 0);
+    const lowkey_quantizer_desc *made = lowkey_quantizer_describe(quantizer);
+    struct lowkey_random random = { 3 };
+    const int sequence = 1, n_queries = 3;
+    struct lowkey_tokens_made tokens[N_LAYERS];
+    for (int i = 0; i < N_LAYERS; i++) {
+        tokens[i] = lowkey_make_tokens(&random, &made->layers[i], 70);
+        lowkey_test_append(cache, sequence, &made->layers[i], &tokens[i], 0, 70);
+    }
+    for (int i = 0; i < N_LAYERS; i++) {
+        float *out = new_out(&made->layers[i], n_queries);
+        lowkey_test_attend(cache, &made->layers[i], 1, &sequence, &n_queries, &tokens[i], out, NULL);
+        check_sequence(cache, &made->layers[i], sequence, n_queries, &tokens[i], out, NULL);
+        free(out);
+        lowkey_tokens_made_free(&tokens[i]);
     }
     lowkey_cache_free(cache);
     lowkey_context_free(context);
@@ -389,6 +432,8 @@ int main(void)
         { "attend: a batch equals single runs, to the bit", test_batch_is_single_runs, NULL, NULL, NULL },
         { "attend: query head h attends KV head h / ratio", test_which_head_attends_which, NULL, NULL, NULL },
         { "attend: layers turn by their own angles", test_layers_turn_by_their_own_angles, NULL, NULL, NULL },
+        { "attend: layers of other heads, dims and formats", test_layers_of_other_geometry, NULL, NULL,
+          NULL },
         { "attend: positions up to 131,072 within the bound", test_position_131072, NULL, NULL, NULL },
         { "attend: bf16 queries with strides are the same numbers", test_queries_of_any_type_and_stride, NULL,
           NULL, NULL },
