@@ -32,7 +32,7 @@ struct lowkey_activations_writer {
     int64_t n_tokens;
     lowkey_layer_desc *layers; /* geometry; RoPE is not looked at */
     struct stream (*streams)[LOWKEY_N_STREAMS]; /* [n_layers] */
-    float *scratch;            /* a head's rows of one chunk */
+    void *scratch;             /* a head's rows of one chunk, as they are stored */
 };
 
 /* ---- creating ---- */
@@ -113,7 +113,7 @@ lowkey_status lowkey_activations_create(const char *path, const struct lowkey_ac
     writer->n_tokens = info->sample_offsets[info->n_samples];
     writer->layers = calloc((size_t)info->n_layers, sizeof *writer->layers);
     writer->streams = calloc((size_t)info->n_layers, sizeof *writer->streams);
-    writer->scratch = malloc(2 * CHUNK_BYTES); /* f32 for what may be 16 bits */
+    writer->scratch = malloc(CHUNK_BYTES);
     lowkey_status status = LOWKEY_OK;
     if (!writer->layers || !writer->streams || !writer->scratch) status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
     if (!status) status = lowkey_h5_create(path, "activations", &writer->file, err);
@@ -161,12 +161,25 @@ static lowkey_status note_run(const lowkey_activations_writer *writer, struct st
     return LOWKEY_OK;
 }
 
-/* As it will be read back. */
-static float round_to(lowkey_dtype dtype, float x)
+static uint16_t encode(lowkey_dtype dtype, float x)
 {
-    return dtype == LOWKEY_F16    ? lowkey_f16_to_f32(lowkey_f32_to_f16(x))
-           : dtype == LOWKEY_BF16 ? lowkey_bf16_to_f32(lowkey_f32_to_bf16(x))
-                                  : x;
+    return dtype == LOWKEY_F16 ? lowkey_f32_to_f16(x) : lowkey_f32_to_bf16(x);
+}
+
+static float decode(lowkey_dtype dtype, uint16_t code)
+{
+    return dtype == LOWKEY_F16 ? lowkey_f16_to_f32(code) : lowkey_bf16_to_f32(code);
+}
+
+/* The smallest magnitude that the type does not hold, as bits of f32: what rounds to infinity, or is it. */
+static uint32_t first_beyond(lowkey_dtype dtype)
+{
+    return lowkey_f32_bits(dtype == LOWKEY_F16 ? 65520 : dtype == LOWKEY_BF16 ? 0x1.ffp127f : INFINITY);
+}
+
+static uint32_t is_bad(float x, uint32_t beyond, int is_weight)
+{
+    return ((lowkey_f32_bits(x) & 0x7fffffffu) >= beyond) | ((uint32_t)is_weight & (x < 0));
 }
 
 static lowkey_status check_rows(const lowkey_activations_writer *writer, int i, enum lowkey_stream stream, lowkey_dtype dtype,
@@ -177,14 +190,16 @@ static lowkey_status check_rows(const lowkey_activations_writer *writer, int i, 
     const int is_weight = stream == LOWKEY_KEY_WEIGHT || stream == LOWKEY_VALUE_WEIGHT;
     const size_t head_dim = (size_t)lowkey_stream_head_dim(layer, stream);
     const size_t row = (size_t)lowkey_stream_heads(layer, stream) * head_dim;
-    for (size_t k = 0; k < (size_t)n_tokens * row; k++) {
-        if (isfinite(round_to(dtype, rows[k])) && !(is_weight && rows[k] < 0)) continue;
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: %s of layer %d, head %d, channel %d, token %" PRId64 ": expected a number that %s "
-                           "holds%s, found %g", lowkey_h5_path(writer->file), lowkey_stream_names[stream], layer->index,
-                           (int)(k % row / head_dim), (int)(k % head_dim), first + (int64_t)(k / row), names[dtype],
-                           is_weight ? ", 0 or more" : "", (double)rows[k]);
-    }
-    return LOWKEY_OK;
+    const uint32_t beyond = first_beyond(dtype);
+    size_t n_bad = 0, at = 0;
+    for (size_t k = 0; k < (size_t)n_tokens * row; k++) n_bad += is_bad(rows[k], beyond, is_weight);
+    if (n_bad == 0) return LOWKEY_OK;
+    while (!is_bad(rows[at], beyond, is_weight)) at++;
+    return lowkey_fail(err, LOWKEY_EINVAL, "%s: %s of layer %d, head %d, channel %d, token %" PRId64 ": expected a number that %s "
+                       "holds%s, found %g (%zu such in tokens %" PRId64 "..%" PRId64 ")", lowkey_h5_path(writer->file),
+                       lowkey_stream_names[stream], layer->index, (int)(at % row / head_dim), (int)(at % head_dim),
+                       first + (int64_t)(at / row), names[dtype], is_weight ? ", 0 or more" : "", (double)rows[at], n_bad, first,
+                       first + n_tokens - 1);
 }
 
 /* Tokens first.. of one head, within one chunk. rows: from token first, all heads. */
@@ -196,12 +211,19 @@ static lowkey_status write_piece(lowkey_activations_writer *writer, int i, enum 
     const size_t row = (size_t)lowkey_stream_heads(&writer->layers[i], stream) * head_dim;
     for (int64_t t = 0; t < n_tokens; t++) {
         const size_t at = (size_t)t * row + (size_t)head * head_dim;
-        float *piece = writer->scratch + (size_t)t * head_dim;
-        for (size_t c = 0; c < head_dim; c++) piece[c] = round_to(dtype, rows[at + c]);
-        to->checksum += lowkey_rows_checksum(piece, (size_t)first * row + at, head_dim);
+        float stored[LOWKEY_MAX_HEAD_DIM];
+        if (dtype == LOWKEY_F32) {
+            memcpy((float *)writer->scratch + (size_t)t * head_dim, rows + at, head_dim * sizeof *rows);
+            memcpy(stored, rows + at, head_dim * sizeof *rows);
+        } else {
+            uint16_t *codes = (uint16_t *)writer->scratch + (size_t)t * head_dim;
+            for (size_t c = 0; c < head_dim; c++) codes[c] = encode(dtype, rows[at + c]);
+            for (size_t c = 0; c < head_dim; c++) stored[c] = decode(dtype, codes[c]);
+        }
+        to->checksum += lowkey_rows_checksum(stored, (size_t)first * row + at, head_dim);
     }
     const int64_t start[3] = { first, head, 0 }, count[3] = { n_tokens, 1, (int64_t)head_dim };
-    return lowkey_h5_floats_write(to->data, start, count, writer->scratch, err);
+    return lowkey_h5_floats_write_raw(to->data, start, count, writer->scratch, err);
 }
 
 lowkey_status lowkey_activations_write(lowkey_activations_writer *writer, int i, enum lowkey_stream stream, int64_t first,

@@ -125,6 +125,9 @@ lowkey_status lowkey_h5_floats_create(lowkey_h5 *file, const char *dataset, int 
                                       const int64_t *chunk, lowkey_dtype dtype, lowkey_h5_floats **out, lowkey_error *err);
 lowkey_status lowkey_h5_floats_write(lowkey_h5_floats *floats, const int64_t *start, const int64_t *count,
                                      const float *values, lowkey_error *err);
+/* The same from numbers that are of the dataset's type already: 16-bit codes or f32. */
+lowkey_status lowkey_h5_floats_write_raw(lowkey_h5_floats *floats, const int64_t *start, const int64_t *count,
+                                         const void *raw, lowkey_error *err);
 
 /* Close and synchronise the temporary file, let verify read it back (NULL: it is opened and its schema checked), rename
  * it over the target. Whatever fails: the temporary file is removed and the target is as it was. Frees the file. */

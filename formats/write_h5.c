@@ -253,28 +253,29 @@ lowkey_status lowkey_h5_floats_create(lowkey_h5 *file, const char *dataset, int 
     return status;
 }
 
-static void narrow(enum lowkey_h5_kind kind, const float *values, size_t n, uint16_t *codes)
+lowkey_status lowkey_h5_floats_write_raw(lowkey_h5_floats *data, const int64_t *start, const int64_t *count,
+                                         const void *raw, lowkey_error *err)
 {
-    for (size_t i = 0; i < n; i++)
-        codes[i] = kind == LOWKEY_H5_F16 ? lowkey_f32_to_f16(values[i]) : lowkey_f32_to_bf16(values[i]);
+    LOWKEY_QUIET;
+    LOWKEY_CLOSED hid_t space = H5Dget_space(data->id);
+    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count, NULL); /* another rank is slow */
+    const int good =
+        H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL, (const hsize_t *)count, NULL) >= 0 &&
+        H5Dwrite(data->id, data->type, memory, space, H5P_DEFAULT, raw) >= 0;
+    return check_written(data->file, data->name, good, err);
 }
 
 lowkey_status lowkey_h5_floats_write(lowkey_h5_floats *data, const int64_t *start, const int64_t *count,
                                      const float *values, lowkey_error *err)
 {
-    LOWKEY_QUIET;
-    hsize_t n = 1;
-    for (int i = 0; i < data->rank; i++) n *= (hsize_t)count[i];
-    uint16_t *codes = data->number.bytes == 2 ? malloc(n * sizeof *codes) : NULL;
-    if (data->number.bytes == 2 && !codes)
-        return lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory", data->file->path, data->name);
-    if (codes) narrow(data->number.kind, values, n, codes);
-    LOWKEY_CLOSED hid_t space = H5Dget_space(data->id);
-    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count, NULL); /* another rank is slow */
-    const int good =
-        H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL, (const hsize_t *)count, NULL) >= 0 &&
-        H5Dwrite(data->id, data->type, memory, space, H5P_DEFAULT, codes ? (const void *)codes : values) >= 0;
-    const lowkey_status status = check_written(data->file, data->name, good, err);
+    if (data->number.bytes == 4) return lowkey_h5_floats_write_raw(data, start, count, values, err);
+    size_t n = 1;
+    for (int i = 0; i < data->rank; i++) n *= (size_t)count[i];
+    uint16_t *codes = malloc(n * sizeof *codes);
+    if (!codes) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory", data->file->path, data->name);
+    for (size_t i = 0; i < n; i++)
+        codes[i] = data->number.kind == LOWKEY_H5_F16 ? lowkey_f32_to_f16(values[i]) : lowkey_f32_to_bf16(values[i]);
+    const lowkey_status status = lowkey_h5_floats_write_raw(data, start, count, codes, err);
     free(codes);
     return status;
 }

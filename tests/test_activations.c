@@ -218,6 +218,14 @@ static void what_cannot_be_stored_is_refused_by_place(void **state)
     assert_refused(lowkey_activations_write(writer, 2, LOWKEY_KEY, 0, 1, rows, &err), LOWKEY_EINVAL, err, "layer number 2");
     assert_refused(lowkey_activations_write(writer, 0, LOWKEY_KEY, N_TOKENS - 1, 2, rows, &err), LOWKEY_EINVAL, err, "no tokens 2099..2100");
     lowkey_activations_abandon(writer);
+    assert_ok(lowkey_activations_create(path, &info, LOWKEY_BF16, &writer, &err), err);
+    rows[3] = -0x1.ffp127f;
+    assert_refused(lowkey_activations_write(writer, 0, LOWKEY_QUERY, 0, 1, rows, &err), LOWKEY_EINVAL, err,
+                   "query of layer 3, head 0, channel 3, token 0: expected a number that bf16 holds, found -3.39616e+38 (1 such in tokens 0..0)");
+    rows[3] = -0x1.fefffep127f;
+    rows[0] = 1;
+    assert_ok(lowkey_activations_write(writer, 0, LOWKEY_QUERY, 0, 1, rows, &err), err);
+    lowkey_activations_abandon(writer);
     assert_int_equal(access(path, F_OK), -1);
     lowkey_activations_abandon(NULL);
 }
