@@ -7,8 +7,8 @@
 #include "formats/side.h"
 
 /* Compile a function for the base machine and for one that has more, and pick when the program is loaded. Only for code
- * whose results are the same bits either way. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+ * whose results are the same bits either way. (ThreadSanitizer is not up yet when the choice is made, and crashes.) */
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define LOWKEY_CLONES(feature) __attribute__((target_clones("default", feature)))
 #else
 #define LOWKEY_CLONES(feature)
