@@ -202,7 +202,9 @@ static float rule_scale_of(lowkey_rule rule, double lower, double upper)
 {
     const double largest = rule == LOWKEY_RULE_E4M3 ? 448 : rule == LOWKEY_RULE_E5M2 ? 57344 : 127;
     const double reach = fmax(fabs(lower), fabs(upper));
-    return reach > 0 ? (float)fmax(reach / largest, 0x1p-126) : 1;
+    const float scale = (float)fmax(reach / largest, 0x1p-126);
+    if (reach == 0) return 1;
+    return isfinite(scale * (float)largest) ? scale : nextafterf(scale, 0);
 }
 
 static lowkey_status fit_column(struct lowkey_column *column)

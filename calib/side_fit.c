@@ -186,6 +186,7 @@ void lowkey_side_fit_store(struct lowkey_side_fit *fit)
             const double reach = reach_of(fit, c);
             stored.exponent = reach > 0 ? ilogb(reach) : 0;
             if (stored.exponent < -126) stored.exponent = -126;
+            if (stored.exponent > 112) stored.exponent = 112;
             for (int k = 0; k < LOWKEY_MAX_CENTROIDS - 1; k++) stored.boundary[k] = 0x1.fffffep127f;
         }
         fit->n_entries[c] = (uint8_t)stored.n_entries;

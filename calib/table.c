@@ -33,7 +33,7 @@ struct grid {
 };
 
 /* The exponent that puts the largest |entry - center| into [1, 2): f16 then keeps 2^-11 of entries down to
- * 2^-14 of it, and residuals of outliers may be 32,000 times as large. reach stands in where all entries
+ * 2^-14 of it, and residuals of outliers may be 32,000 times as large (at most 2^112 is allowed). reach stands in where all entries
  * are the center. */
 static struct grid grid_at(const struct lowkey_table *table, float center, double reach)
 {
@@ -41,7 +41,7 @@ static struct grid grid_at(const struct lowkey_table *table, float center, doubl
     for (int k = 0; k < table->n; k++) largest = fmax(largest, fabs(table->entry[k] - (double)center));
     if (largest == 0) largest = reach > 0 ? reach : fabs((double)center);
     const int exponent = largest > 0 ? ilogb(largest) : 0;
-    return (struct grid) { center, exponent < -126 ? -126 : exponent > 127 ? 127 : exponent };
+    return (struct grid) { center, exponent < -126 ? -126 : exponent > 112 ? 112 : exponent };
 }
 
 static float round_to(struct grid grid, double entry)

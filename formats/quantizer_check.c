@@ -218,6 +218,9 @@ static lowkey_status check_finite(const struct subject *s, const char *name, con
 static lowkey_status check_ranges(const struct subject *s)
 {
     const lowkey_side_desc *side = s->side;
+    const float largest = side->rule_8 == LOWKEY_RULE_INT8   ? 127
+                          : side->rule_8 == LOWKEY_RULE_E4M3 ? 448
+                                                             : 57344;
     LOWKEY_TRY(check_finite(s, "lower", side->lower, 1));
     LOWKEY_TRY(check_finite(s, "upper", side->upper, 1));
     LOWKEY_TRY(check_finite(s, "center", side->center, 1));
@@ -226,11 +229,14 @@ static lowkey_status check_ranges(const struct subject *s)
         if (!(side->lower[c] <= side->upper[c]))
             return refuse_channel(s, "lower", c, "expected at most upper %.9g, found %.9g",
                                   (double)side->upper[c], (double)side->lower[c]);
-        if (side->exponent[c] < -126 || side->exponent[c] > 127)
-            return refuse_channel(s, "exponent", c, "expected -126 to 127, found %d", side->exponent[c]);
+        if (side->exponent[c] < -126 || side->exponent[c] > 112) /* 65504 * 2^112 is finite */
+            return refuse_channel(s, "exponent", c, "expected -126 to 112, found %d", side->exponent[c]);
         if (side->bits[c] == 8 ? !(side->rule_scale[c] > 0) : side->rule_scale[c] != 1.0f)
             return refuse_channel(s, "rule_scale", c, "expected %s at %d bits, found %.9g",
                                   side->bits[c] == 8 ? "> 0" : "1", side->bits[c],
+                                  (double)side->rule_scale[c]);
+        if (side->bits[c] == 8 && !isfinite(side->rule_scale[c] * largest))
+            return refuse_channel(s, "rule_scale", c, "expected a finite number times %g, found %.9g", (double)largest,
                                   (double)side->rule_scale[c]);
     }
     return LOWKEY_OK;

@@ -29,6 +29,13 @@ static void fill_head(const lowkey_side_desc *desc, int h, int head_dim, struct 
     };
 }
 
+static float largest_entry(const float *table, size_t n)
+{
+    float largest = 0;
+    for (size_t i = 0; i < n; i++) largest = fmaxf(largest, fabsf(table[i]));
+    return largest;
+}
+
 static struct lowkey_side_layout side_page(const lowkey_side_desc *desc, int n_blocks)
 {
     return lowkey_side_page_layout(n_blocks, desc->token_scale == LOWKEY_SCALE_F32 ? 4 : 2,
@@ -70,6 +77,7 @@ static void build_side(struct lowkey_block *block, const lowkey_layer_desc *laye
         .rule_8 = desc->rule_8,
         .rule_16 = desc->rule_16,
         .token_scale = desc->token_scale,
+        .largest_entry = largest_entry(table, n * n_table),
         .scale_block = desc->scale_block,
         .n_blocks = n_blocks,
         .outlier_rule = desc->outlier_rule,

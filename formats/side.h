@@ -23,6 +23,7 @@ struct lowkey_side {
     const float *rule_scale;         /* [n_heads][head_dim] */
     lowkey_rule rule_8, rule_16;
     lowkey_token_scale token_scale;
+    float largest_entry;             /* of |table| */
     int scale_block, n_blocks;       /* n_blocks = n_heads * head_dim / scale_block; 0 without token_scale */
     lowkey_outlier_rule outlier_rule;
     int outlier_rank, outlier_cap, outlier_page_capacity;

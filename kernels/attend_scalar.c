@@ -108,6 +108,7 @@ static void attend_row(const struct lowkey_attend_page_args *args, const float *
         const float weight = scores[t] / *sum, *value = scratch->values + t * args->value->head_dim;
         for (int c = 0; c < args->value->head_dim; c++) out[c] += weight * value[c];
     }
+    for (int c = 0; c < args->value->head_dim; c++) out[c] = lowkey_within_f32(out[c]);
 }
 
 void lowkey_attend_page_scalar(const struct lowkey_attend_page_args *args)

@@ -3,6 +3,8 @@
 #ifndef LOWKEY_ELEMENT_H
 #define LOWKEY_ELEMENT_H
 
+#include <float.h>
+
 #include "formats/half.h"
 #include "formats/side.h"
 
@@ -13,6 +15,12 @@
 #else
 #define LOWKEY_CLONES(feature)
 #endif
+
+/* A mean of finite numbers can round beyond the largest of them, to infinity: then the end of f32 it is. */
+LOWKEY_INLINE float lowkey_within_f32(float x)
+{
+    return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+}
 
 /* Scale and zero of a token's block of channels, as stored; 1 and 0 where there are none. */
 struct lowkey_grid {

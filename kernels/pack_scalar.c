@@ -130,6 +130,17 @@ static void mark_outliers(const struct lowkey_pack_args *args, int first, const 
     if (n > room) args->counts->clamped += (uint64_t)(n - room);
 }
 
+/* Step 2, its end: halve the scale at i while an entry times it could be too large for f32. */
+static void limit_scale(const struct lowkey_side *side, uint8_t *scales, float zero, size_t i, uint64_t *n_saturated)
+{
+    float scale = lowkey_get_scale(scales, side->token_scale, i);
+    for (int n = 0; !isfinite(fabsf(zero) + scale * side->largest_entry); n++) {
+        *n_saturated += n == 0;
+        lowkey_put_scale(scales, side->token_scale, i, 0.5f * scale, NULL);
+        scale = lowkey_get_scale(scales, side->token_scale, i);
+    }
+}
+
 /* Step 2. Adding 0 takes -0 as 0, so that the result does not depend on the order of comparing. */
 static void put_scales(const struct lowkey_pack_args *args, int slot, const struct scratch *scratch)
 {
@@ -146,11 +157,10 @@ static void put_scales(const struct lowkey_pack_args *args, int slot, const stru
         const float zero = is_empty ? 0 : 0.5f * high + 0.5f * low;
         const float scale = is_empty ? 0 : 0.5f * high - 0.5f * low;
         const size_t i = (size_t)slot * (size_t)side->n_blocks + (size_t)b;
-        uint8_t *page = args->side_page;
-        lowkey_put_scale(page + side->layout.scale_offset, side->token_scale, i, scale,
-                         &args->counts->saturated);
-        lowkey_put_scale(page + side->layout.zero_offset, side->token_scale, i, zero,
-                         &args->counts->saturated);
+        uint8_t *scales = args->side_page + side->layout.scale_offset, *zeros = args->side_page + side->layout.zero_offset;
+        lowkey_put_scale(scales, side->token_scale, i, scale, &args->counts->saturated);
+        lowkey_put_scale(zeros, side->token_scale, i, zero, &args->counts->saturated);
+        limit_scale(side, scales, lowkey_get_scale(zeros, side->token_scale, i), i, &args->counts->saturated);
     }
 }
 
@@ -218,6 +228,8 @@ static void pack_head(const struct lowkey_pack_args *args, int h, int slot, cons
         float value = lowkey_on_grid(side, row, grid, lowkey_code_value(side, h, j, code));
         if (scratch->marks[g] == STORED) {
             scratch->residuals[g] = lowkey_f32_to_f16_saturate((x - value) / side->unit[g], n_saturated);
+            if (!isfinite(lowkey_add_residual(value, scratch->residuals[g], side->unit[g])))
+                scratch->residuals[g]--; /* x is near the end of f32: the next toward zero */
             value = lowkey_add_residual(value, scratch->residuals[g], side->unit[g]);
         }
         if (head->factor) feed_back(target, head->factor + (size_t)j * (size_t)D, value - x, j);

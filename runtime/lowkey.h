@@ -109,10 +109,10 @@ typedef struct lowkey_side_desc {
     const float *table;          /* [H][D][E], in the units of x (of scale_t where there is one) */
     const float *boundary;       /* [H][D][E-1], rising; code = the number of boundaries below x */
     const float *center;         /* [H][D]; table = fl32(center + h * 2^exponent), h exact in f16; NULL: 0 */
-    const int16_t *exponent;     /* [H][D], -126..127; also the unit of stored outlier residuals; NULL: 0 */
+    const int16_t *exponent;     /* [H][D], -126..112; also the unit of stored outlier residuals; NULL: 0 */
     const float *lower, *upper;  /* [H][D], the fitted range; with LOWKEY_OUTLIER_LIMIT the outlier limits */
     lowkey_rule rule_8, rule_16; /* what 8- and 16-bit channels hold; NONE where there are none */
-    const float *rule_scale;     /* [H][D], > 0; 8-bit channels: x ~ rule_scale * decode(code); NULL: 1 */
+    const float *rule_scale;     /* [H][D], > 0; 8-bit channels: x ~ rule_scale * decode(code), finite for every code; NULL: 1 */
     lowkey_token_scale token_scale;
     int scale_block;             /* channels of C that share a token's scale: divides C, multiple of 8; 0: C */
     lowkey_outlier_rule outlier_rule;
@@ -236,8 +236,8 @@ LOWKEY_API lowkey_status lowkey_cache_trim(lowkey_cache *cache, int sequence, in
  * with n the tokens seen and S the largest a score could be: logit_scale times the sum, over the RoPE pairs, of
  * rope_attention_factor^2 |q pair| |k pair| (2-norms, since RoPE turns pairs) and, over the other channels, of |q_c| |k_c|,
  * at its largest token; that of lse the same without max |v|, and 2^-23 |lse|. kernels/README.md derives it.
- * Queries must be finite. Scores beyond f32's range count as its largest number, so that out is never NaN while values
- * are finite.
+ * Queries must be finite, and stored keys and values always are. Scores, and means of values, beyond f32's range count as
+ * its largest number, so that out and lse are finite too.
  * The result does not depend on the number of threads, nor on the other sequences of the call. */
 typedef struct lowkey_attend_args {
     size_t struct_size;

@@ -62,13 +62,16 @@ static void make_channel(struct lowkey_random *random, const struct lowkey_side_
     const int bits = a->bits[c], is_scaled = choice->token_scale != LOWKEY_SCALE_NONE;
     int exponent = choice->magnitude > 0 ? ilogb(choice->magnitude) - 1 : lowkey_random_below(random, 9) - 4;
     if (exponent < -126) exponent = -126;
-    a->exponent[c] = (int16_t)(is_scaled ? -1 : exponent);
+    const int spread = exponent > 112 ? exponent - 112 : 0; /* entries are h * 2^spread with h of -2..2 */
+    if (exponent > 112) exponent = 112;
+    a->exponent[c] = (int16_t)(!is_scaled ? exponent : choice->magnitude > 1e38 ? 1 : -1);
     const int has_center = !is_scaled && choice->magnitude == 0 && bits <= 5 &&
                            lowkey_random_below(random, 8) == 0;
     const float center = a->center[c] = has_center ? 600.0f : 0;
-    const float span = ldexpf(2, a->exponent[c]);
+    const float span = ldexpf(2, a->exponent[c] + (is_scaled ? 0 : spread));
     a->lower[c] = center - span * 0.9f, a->upper[c] = center + span * 0.95f;
     a->rule_scale[c] = bits == 8 ? span / 100 : 1;
+    while (bits == 8 && !isfinite(a->rule_scale[c] * 57344)) a->rule_scale[c] /= 2;
     if (bits == 8 && !(a->rule_scale[c] >= FLT_MIN)) a->rule_scale[c] = FLT_MIN;
     a->n_entries[c] = 0;
     if (n_table)
@@ -82,7 +85,7 @@ static void make_channel(struct lowkey_random *random, const struct lowkey_side_
         n_used = 1;
     else if (choice->few_entries && lowkey_random_below(random, 3) == 0)
         n_used = 1 + lowkey_random_below(random, n_used);
-    make_table(random, n_used, n_table, center, a->exponent[c], a->table + c * (size_t)n_table,
+    make_table(random, n_used, n_table, center, a->exponent[c] + (is_scaled ? 0 : spread), a->table + c * (size_t)n_table,
                a->boundary + c * (size_t)(n_table - 1));
     a->n_entries[c] = (uint8_t)n_used;
     if (is_constant && !is_scaled) a->lower[c] = a->upper[c] = a->table[c * (size_t)n_table];

@@ -151,6 +151,15 @@ static void find_scales(const lowkey_side_desc *side, int n, const float *x, con
             zero = (float)rounded((double)zero, &F16, &token->saturated);
             scale = (float)rounded((double)scale, &F16, &token->saturated);
         }
+        float largest = 0;
+        for (int i = 0; i < n * side->table_entries; i++) largest = fmaxf(largest, fabsf(side->table[i]));
+        for (int halvings = 0;; halvings++) {
+            const float product = scale * largest;
+            if (fabsf(zero) + product <= FLT_MAX) break;
+            token->saturated += halvings == 0;
+            scale = scale / 2;
+            if (side->token_scale == LOWKEY_SCALE_F16) scale = (float)rounded((double)scale, &F16, &token->saturated);
+        }
         token->zeros[b] = zero, token->scales[b] = scale;
     }
 }
@@ -222,7 +231,11 @@ void lowkey_oracle_pack(const lowkey_side_desc *side, int n_heads, int head_dim,
                 const float missing = x[c] - token->values[c];
                 const float quotient = missing / ldexpf(1, side->exponent[c]);
                 residuals[c] = rounded((double)quotient, &F16, &token->saturated);
-                const float added = (float)ldexp(residuals[c], side->exponent[c]);
+                float added = (float)ldexp(residuals[c], side->exponent[c]);
+                if (fabsf(token->values[c] + added) > FLT_MAX) { /* the next number toward zero */
+                    residuals[c] = number_of(bits_of(residuals[c], &F16, 15) - 1, &F16, 15);
+                    added = (float)ldexp(residuals[c], side->exponent[c]);
+                }
                 token->values[c] = token->values[c] + added;
             }
             errors[j] = token->values[c] - x[c];

@@ -53,6 +53,7 @@ def side(rng, H, D, pairs, bits=(2,), rule_8="none", rule_16="none", token_scale
     center = np.where(offset & (not scaled), np.clip(rng.normal(size=(H, D)), -3, 3) * 4 * magnitude,
                       0).astype(np.float32)
     exponent = np.floor(np.log2(spread)).astype(np.int64) + rng.integers(-4, 3, (H, D))
+    exponent = np.minimum(exponent, 112)
     lower, upper = np.float32(center - 2 * spread), np.float32(center + 2 * spread)
     d = dict(H=H, D=D, table_scope="channel", codebook="fitted" if E else "none", table_entries=E, rule_8=rule_8,
              rule_16=rule_16, token_scale=token_scale, scale_block=scale_block, outlier_rule=outlier_rule,

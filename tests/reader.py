@@ -287,7 +287,7 @@ def quantizer_side(group, H, D, pairs):
             group.fail("order", "a permutation", f"head {h}")
         if any(row[a] % 2 or row[b] != row[a] + 1 for a, b in pairs):
             group.fail("order", "RoPE pairs at rows 2i and 2i + 1", f"head {h}")
-    s.center, s.exponent = group.floats("center", (H, D)), group.ints("exponent", (H, D), -126, 127)
+    s.center, s.exponent = group.floats("center", (H, D)), group.ints("exponent", (H, D), -126, 112)
     s.lower, s.upper = group.floats("lower", (H, D)), group.floats("upper", (H, D))
     if (s.lower > s.upper).any():
         group.fail("lower", "lower <= upper", "lower > upper")
@@ -299,6 +299,10 @@ def quantizer_side(group, H, D, pairs):
         s.rule_scale = group.floats("rule_scale", (H, D))
         if (s.rule_scale <= 0).any() or (s.rule_scale[bits != 8] != 1).any():
             group.fail("rule_scale", "> 0, and 1 where bits is not 8", "others")
+        with np.errstate(over="ignore"):
+            largest = s.rule_scale[bits == 8] * np.float32({"e4m3": 448, "e5m2": 57344, "int8": 127}[s.rule_8])
+        if not np.isfinite(largest).all():
+            group.fail("rule_scale", "finite times the largest number of the rule", "others")
     s.factor = None
     if group.integer("feedback", 0, 1):
         s.factor = group.floats("factor", (H, D, D))

@@ -290,7 +290,22 @@ def token_scales(packed, x, left_out):
         (packed.scale_bits, over_scale), (packed.zero_bits, over_zero) = encode(scale, "f16"), encode(zero, "f16")
         packed.n_saturated += int(over_scale.sum() + over_zero.sum())
         scale, zero = decode(packed.scale_bits, "f16"), decode(packed.zero_bits, "f16")
-    return scale, zero
+    return halve_scales(packed, scale, zero), zero
+
+
+def halve_scales(packed, scale, zero):
+    """Until every table entry times its scale stays finite."""
+    largest = np.abs(packed.side.table).max() if packed.side.E else F32(0)
+    with np.errstate(over="ignore"):
+        def too_large():
+            return ~np.isfinite(np.abs(zero) + scale * largest)
+        packed.n_saturated += int(too_large().sum())
+        while too_large().any():
+            scale = np.where(too_large(), F32(0.5) * scale, scale)
+            if packed.side.token_scale == "f16":
+                scale = decode(encode(scale, "f16")[0], "f16")
+    packed.scale_bits = encode(scale, "f16")[0] if packed.side.token_scale == "f16" else scale
+    return scale
 
 
 def pack_head(packed, h, x, outlier, scale, zero):
@@ -309,6 +324,7 @@ def pack_head(packed, h, x, outlier, scale, zero):
                 residual = np.ldexp((x[hit, c] - e[hit]).astype(np.float64), -side.exponent[h, c])
             bits, over = encode(residual, "f16")
             packed.n_saturated += int(over.sum())
+            bits = bits - ~np.isfinite(add_residual(side, flat, e[hit], bits))  # the next toward zero
             e[hit] = add_residual(side, flat, e[hit], bits)
             for i, b in zip(hit, bits):
                 packed.outliers[packed.first + i].append((flat, int(b)))

@@ -1,5 +1,6 @@
 /* test_attend.c - attention over one page, every level, against the textbook in double over the unpacked values, within
  * the bound that runtime/lowkey.h states. */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -242,6 +243,41 @@ static void test_noise_in_unused_slots(void **state)
     }
 }
 
+/* Values of FLT_MAX: weights that add up to a little more than 1 must not make the mean infinite, nor may merging. */
+static void test_values_at_the_end_of_f32(void **state)
+{
+    (void)state;
+    struct lowkey_quantizer_choice choice = lowkey_case(1, 0, 9); /* 1 bit; bf16, which saturates at 0x1.fep127 */
+    choice.key.magnitude = 1e-3;
+    choice.value = (struct lowkey_side_choice) { .bits = 2, .token_scale = LOWKEY_SCALE_F32 };
+    lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+    const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+    struct page page;
+    make_page(&page, layer, 64, 0, 64, 0, 2);
+    float values[64 * 3 * 64];
+    for (int i = 0; i < 64 * 3 * 64; i++) values[i] = FLT_MAX; /* a token of one value is stored exactly */
+    lowkey_packed_free(&page.value);
+    lowkey_packed_init(&page.value, &layer->side[1], 0, 0x31);
+    lowkey_packed_add(&page.value, lowkey_kernels_find(NULL), 0, 64, values);
+    int n_largest = 0;
+    for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++)
+        for (int n_visible = 1; n_visible <= 64; n_visible++) {
+            if (!kernels->supported()) continue;
+            float q[64], out[64] = { 0 }, max = -INFINITY, sum = 0;
+            for (int c = 0; c < 64; c++) q[c] = (float)((c * 37 + n_visible) % 11);
+            for (int i = 0; i < 9; i++) { /* nine pages */
+                attend(&page, kernels, 1, q, &n_visible, (struct lowkey_state) { out, &max, &sum });
+                for (int c = 0; c < 64; c++) {
+                    assert_true(out[c] <= FLT_MAX && out[c] > 0.99f * FLT_MAX);
+                    n_largest += out[c] == FLT_MAX;
+                }
+            }
+        }
+    assert_true(n_largest > 0);
+    free_page(&page);
+    lowkey_quantizer_free(quantizer);
+}
+
 /* 600 + N(0,1) in some channels (Qwen2's key bias): nothing special happens, the bound holds; and scores beyond f32. */
 static void test_huge_scores(void **state)
 {
@@ -266,6 +302,7 @@ int main(void)
         { "attend: every level, format and shape within the stated bound, positions to 2^17",
           test_every_format_and_shape, NULL, NULL, NULL },
         { "attend: noise in unused slots changes no bit", test_noise_in_unused_slots, NULL, NULL, NULL },
+        { "attend: the mean of values at the end of f32 is finite", test_values_at_the_end_of_f32, NULL, NULL, NULL },
         { "attend: scores beyond f32's range give finite numbers", test_huge_scores, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);

@@ -1,4 +1,6 @@
 /* test_unpack.c - unpacking is exact: the values that the document's rules give, to the bit. */
+#include <float.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "tests/cases.h"
@@ -100,11 +102,48 @@ static void test_noise_in_other_slots(void **state)
     }
 }
 
+/* Rows at the end of f32: what comes back is finite, and the document's. */
+static void test_the_end_of_f32(void **state)
+{
+    (void)state;
+    static const float extremes[] = { FLT_MAX, -FLT_MAX, 3e38f, -3.2e38f, 1.7e38f, 0x1.ffep127f, 1e30f, 1e-45f, 0 };
+    for (int format = 0; format < LOWKEY_N_FORMATS; format++)
+        for (int seed = 0; seed < 4; seed++) {
+            struct lowkey_quantizer_choice choice = lowkey_case(0, format, format);
+            choice.n_kv_heads = choice.n_q_heads = 3;
+            choice.key.magnitude = choice.value.magnitude = seed % 2 ? 3e38 : 1e36;
+            choice.seed = (uint64_t)seed;
+            lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
+            const struct lowkey_layer *layer = lowkey_quantizer_layer_at(quantizer, 0);
+            struct lowkey_random random = { (uint64_t)(10 * format + seed) };
+            float x[N_TOKENS * 24], out[N_TOKENS * 8];
+            for (int i = 0; i < N_TOKENS * 24; i++) /* some tokens are one of them throughout */
+                x[i] = i % 24 && i / 24 % 3 == 0 ? x[i - 1] : extremes[lowkey_random_below(&random, 9)];
+            float *want = want_values(&layer->desc->key, &layer->side[0], 0, x);
+            for (const struct lowkey_kernels *kernels = lowkey_kernels; kernels->isa; kernels++) {
+                if (!kernels->supported()) continue;
+                struct lowkey_packed packed;
+                lowkey_packed_init(&packed, &layer->side[0], 0, 0x5a);
+                lowkey_packed_add(&packed, kernels, 0, N_TOKENS, x);
+                check_range(&packed, kernels, 0, N_TOKENS, want, lowkey_formats[format].name);
+                for (int h = 0; h < 3; h++) {
+                    lowkey_packed_read(&packed, kernels, h, 0, N_TOKENS, out);
+                    for (int i = 0; i < N_TOKENS * 8; i++)
+                        if (!isfinite(out[i])) fail_msg("%s: %a", lowkey_formats[format].name, (double)out[i]);
+                }
+                lowkey_packed_free(&packed);
+            }
+            free(want);
+            lowkey_quantizer_free(quantizer);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         { "unpack: every level gives the document's values, every format and shape",
           test_every_format_and_shape, NULL, NULL, NULL },
+        { "unpack: rows at the end of f32 come back finite", test_the_end_of_f32, NULL, NULL, NULL },
         { "unpack: noise in other slots changes nothing", test_noise_in_other_slots, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);
