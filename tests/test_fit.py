@@ -193,7 +193,10 @@ def test_shared_codebook_is_optimal_in_original_units():
 
 def test_token_scale_codebook_is_optimal():
     """A codebook on values normalised per token is the optimum, outliers by rank left out"""
-    capture = activations.make(lengths=(64,), layers=(0,), n_kv_heads=1, key_head_dim=8, value_head_dim=16)
+    def change(name, layer, rows):  # tokens of very different scale, so that it matters how they are weighed
+        rows *= np.random.default_rng(4).lognormal(0, 1.5, (len(rows), 1, 1)).astype(np.float32)
+        rows += np.abs(rows) * np.linspace(0, 0.5, len(rows), dtype=np.float32)[:, None, None]
+    capture = activations.make(lengths=(64,), layers=(0,), n_kv_heads=1, key_head_dim=8, value_head_dim=16, change=change)
     x = capture["layers"][0]["value"].reshape(64, 16).astype(np.float64)
     side = fit("--bits 2 --value-scope layer --value-token-scale f32 --value-outliers 0.2",
                activations.write(path(), capture)).layers[0].value
