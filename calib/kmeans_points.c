@@ -20,6 +20,7 @@ enum {
     N_CELLS = 1 << (32 - CELL_SHIFT),
     MAX_BINS = 1 << 16, /* bin numbers are kept as u16 */
     BLOCK = 512, /* values taken together */
+    LANES = 8, /* sums of squares side by side */
     FEW = 1024, /* distinct values up to which each is a run of its own */
 };
 
@@ -38,6 +39,12 @@ struct points {
     double cell_weight[N_CELLS];
     struct lowkey_mass bins[MAX_BINS];
     uint8_t is_open[MAX_BINS]; /* its values are runs of their own */
+};
+
+struct block { /* what is made of some values before they are looked up */
+    float near[BLOCK], ones[BLOCK];
+    uint32_t cell[BLOCK];
+    double moment[BLOCK], square[BLOCK], lanes[LANES];
 };
 
 static inline double weight_of(const struct points *points, size_t i)
@@ -106,56 +113,69 @@ static lowkey_status look_at_sample(struct points *points, lowkey_error *err)
         const float d = (float)((double)points->x[i] - points->origin);
         points->cell_weight[lowkey_float_key(d) >> CELL_SHIFT] += weight_of(points, i);
     }
-    lay_bins(points, MAX_BINS / 4);
+    lay_bins(points, MAX_BINS / 8);
     return LOWKEY_OK;
 }
 
-/* Sum one block of values into the bins. What needs no look-up is done first, side by side. Returns
- * whether any value or weight may be bad: not finite, or a weight's sign set. */
-static inline __attribute__((always_inline)) int sum_block(struct points *points, size_t first, size_t n,
-                                                           const int weighted)
+/* What of a block's values needs no look-up, side by side: x - origin as a float, its cell, weight (x -
+ * origin), and the sum of weight (x - origin)^2 in LANES parts. Returns whether any value or weight may be
+ * bad: not finite, or a weight's sign set. Wider registers change nothing: every sum is in the same order. */
+#if defined(__x86_64__) && defined(__gnu_linux__)
+__attribute__((target_clones("default", "avx2")))
+#endif
+static uint32_t
+prepare_block(size_t n, const float *x, const float *w, double origin, struct block *block)
 {
-    const float *x = points->x + first, *w = points->w + first;
-    float near[BLOCK];
-    uint32_t cell[BLOCK], bad = 0;
-    struct lowkey_mass mass[BLOCK];
-    double square = 0;
+    uint32_t bad = 0;
     for (size_t i = 0; i < n; i++) {
-        uint32_t x_bits, w_bits = 0;
+        uint32_t x_bits, w_bits;
         memcpy(&x_bits, &x[i], sizeof x_bits);
-        if (weighted) memcpy(&w_bits, &w[i], sizeof w_bits);
+        memcpy(&w_bits, &w[i], sizeof w_bits);
         bad |= (uint32_t)(x_bits << 1 >= 0xff000000u) | (uint32_t)(w_bits >= 0x7f800000u);
     }
     for (size_t i = 0; i < n; i++) {
-        const double d = (double)x[i] - points->origin, weight = weighted ? (double)w[i] : 1;
-        near[i] = (float)d;
-        mass[i] = (struct lowkey_mass) { weight, weight * d };
-        square += mass[i].moment * d;
+        const double d = (double)x[i] - origin;
+        block->near[i] = (float)d;
+        block->moment[i] = (double)w[i] * d;
+        block->square[i] = block->moment[i] * d;
     }
-    for (size_t i = 0; i < n; i++) cell[i] = lowkey_float_key(near[i]) >> CELL_SHIFT;
+    for (size_t i = 0; i < n; i++) block->cell[i] = lowkey_float_key(block->near[i]) >> CELL_SHIFT;
+    for (size_t i = n; i < BLOCK; i++) block->square[i] = 0;
+    for (size_t i = 0; i < BLOCK; i += LANES)
+        for (size_t lane = 0; lane < LANES; lane++) block->lanes[lane] += block->square[i + lane];
+    return bad;
+}
+
+/* Sum one block of values into the bins; as prepare_block returns. */
+static uint32_t sum_block(struct points *points, size_t first, size_t n, struct block *block)
+{
+    const float *w = points->w ? points->w + first : block->ones;
+    const uint32_t bad = prepare_block(n, points->x + first, w, points->origin, block);
     for (size_t i = 0; i < n; i++) {
-        const uint32_t bin = bin_in(&points->cells[cell[i]], near[i]);
+        const uint32_t bin = bin_in(&points->cells[block->cell[i]], block->near[i]);
         points->bin_of[first + i] = (uint16_t)bin;
-        points->bins[bin].weight += mass[i].weight;
-        points->bins[bin].moment += mass[i].moment;
+        points->bins[bin].weight += (double)w[i];
+        points->bins[bin].moment += block->moment[i];
     }
-    points->square += square;
-    return bad != 0;
+    return bad;
 }
 
 static lowkey_status sum_bins(struct points *points, lowkey_error *err)
 {
+    struct block block = { .lanes = { 0 } };
+    for (size_t i = 0; i < BLOCK; i++) block.ones[i] = 1;
     memset(points->bins, 0, sizeof points->bins);
-    points->square = 0;
     for (size_t first = 0; first < points->n; first += BLOCK) {
         const size_t n = points->n - first < BLOCK ? points->n - first : BLOCK;
-        if (!(points->w ? sum_block(points, first, n, 1) : sum_block(points, first, n, 0))) continue;
+        if (!sum_block(points, first, n, &block)) continue;
         for (size_t i = first; i < first + n; i++)
             if (!isfinite(points->x[i]) || !isfinite(weight_of(points, i)) || weight_of(points, i) < 0)
                 return lowkey_fail(err, LOWKEY_EINVAL,
                                    "k-means: value %zu: %g of weight %g: finite and >= 0 expected", i,
                                    (double)points->x[i], weight_of(points, i));
     }
+    points->square = 0;
+    for (size_t lane = 0; lane < LANES; lane++) points->square += block.lanes[lane];
     return LOWKEY_OK;
 }
 

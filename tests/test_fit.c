@@ -32,8 +32,10 @@ static void blocks_of_channels_do_not_change_the_file(void **state)
 {
     (void)state;
     struct captured captured;
+    char out[80];
     captured_make(&captured, &geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_QUERY,
                   3);
+    snprintf(out, sizeof out, "%s.out", captured.path);
     const char *paths[] = { captured.path };
     char *first = NULL;
     size_t n_first = 0;
@@ -46,9 +48,9 @@ static void blocks_of_channels_do_not_change_the_file(void **state)
             options.side[1].token_scale = scope == 2 ? LOWKEY_SCALE_F16 : LOWKEY_SCALE_NONE;
             options.column_bytes = bytes;
             options.n_threads = 1 + (int)(bytes % 3);
-            assert_ok(lowkey_fit(1, paths, "/tmp/lowkey-blocks.h5", &options, NULL, &err), err);
+            assert_ok(lowkey_fit(1, paths, out, &options, NULL, &err), err);
             char *now;
-            const size_t n = read_whole("/tmp/lowkey-blocks.h5", &now);
+            const size_t n = read_whole(out, &now);
             if (bytes == 0) first = now, n_first = n;
             assert_int_equal(n, n_first);
             assert_memory_equal(now, first, n);
@@ -56,7 +58,7 @@ static void blocks_of_channels_do_not_change_the_file(void **state)
         }
         free(first);
     }
-    unlink("/tmp/lowkey-blocks.h5");
+    unlink(out);
     captured_free(&captured);
 }
 
@@ -64,17 +66,19 @@ static void the_result_is_what_was_written(void **state)
 {
     (void)state;
     struct captured captured;
+    char out[80];
     captured_make(&captured, &geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE, 3);
+    snprintf(out, sizeof out, "%s.out", captured.path);
     const char *paths[] = { captured.path };
     struct lowkey_fit_options options = lowkey_fit_defaults();
     options.n_sinks = 4;
     struct lowkey_fit_result *result;
     lowkey_error err;
-    assert_ok(lowkey_fit(1, paths, "/tmp/lowkey-result.h5", &options, &result, &err), err);
+    assert_ok(lowkey_fit(1, paths, out, &options, &result, &err), err);
     assert_int_equal(result->record->n_tokens, 96 + 0 + 61);
     assert_string_equal(result->record->sensitivity, "none");
     lowkey_quantizer *quantizer;
-    assert_ok(lowkey_quantizer_open("/tmp/lowkey-result.h5", NULL, &quantizer, &err), err);
+    assert_ok(lowkey_quantizer_open(out, NULL, &quantizer, &err), err);
     const lowkey_side_desc *stored = &lowkey_quantizer_describe(quantizer)->layers[0].value;
     const lowkey_side_desc *made = &result->desc->layers[0].value;
     assert_int_equal(stored->table_entries, 16);
@@ -83,7 +87,7 @@ static void the_result_is_what_was_written(void **state)
     lowkey_quantizer_free(quantizer);
     lowkey_fit_result_free(result);
     lowkey_fit_result_free(NULL);
-    unlink("/tmp/lowkey-result.h5");
+    unlink(out);
     captured_free(&captured);
 }
 
