@@ -89,7 +89,8 @@ static void write_layer(const struct writing *w, const lowkey_layer_desc *l, str
     }
 }
 
-static void write_model(struct options o)
+/* stated: what the attributes say of all three sizes; 0: the truth. */
+static void write_model_of(struct options o, int stated)
 {
     lowkey_error err;
     struct writing w = { .sha256 = lowkey_sha256_begin() };
@@ -107,7 +108,8 @@ static void write_model(struct options o)
     assert_ok(lowkey_sha256_end(w.sha256, sha256, &err), err);
     assert_ok(lowkey_h5_write_identity(w.file, N_LAYERS, "m", sha256, &err), err);
     const struct { const char *name; int value; } numbers[] = {
-        { "hidden_size", HIDDEN }, { "intermediate_size", INTERMEDIATE }, { "vocab_size", VOCABULARY }, { "tied_output", o.tied },
+        { "hidden_size", stated ? stated : HIDDEN }, { "intermediate_size", stated ? stated : INTERMEDIATE },
+        { "vocab_size", stated ? stated : VOCABULARY }, { "tied_output", o.tied },
         { "attention_bias", o.bias }, { "qk_norm", o.qk_norm }, { "bos_token_id", -1 }, { "eos_token_id", 10 },
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
@@ -117,6 +119,11 @@ static void write_model(struct options o)
     assert_ok(lowkey_h5_put_string(w.file, "/", "source", "s", &err), err);
     assert_ok(lowkey_h5_put_string(w.file, "/", "license", "l", &err), err);
     assert_ok(lowkey_h5_commit(w.file, NULL, NULL, &err), err);
+}
+
+static void write_model(struct options o)
+{
+    write_model_of(o, 0);
 }
 
 static void check_tensor(const float *values, const char *name, int64_t n)
@@ -211,12 +218,26 @@ static void a_changed_weight_is_seen_by_the_hash_alone(void **state)
     assert_null(m);
 }
 
+/* 2^62 elements a matrix: their sum is more than 63 bits count. */
+static void sizes_that_no_machine_holds_are_refused_before_they_are_added_up(void **state)
+{
+    (void)state;
+    lowkey_error err;
+    lowkey_model *m;
+    write_model_of((struct options){ .tied = 1 }, 2147483647);
+    assert_refused(lowkey_model_open(path, 0, &m, &err), LOWKEY_EFORMAT, err, "/token_embedding: expected float [2147483647, 2147483647]");
+    assert_null(m);
+    assert_refused(lowkey_model_describe(path, 0, &m, &err), LOWKEY_EFORMAT, err, "/token_embedding: expected float");
+    assert_null(m);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_model_reads_back_with_every_option, make_folder, remove_folder),
         cmocka_unit_test_setup_teardown(a_description_has_all_but_the_weights, make_folder, remove_folder),
         cmocka_unit_test_setup_teardown(a_changed_weight_is_seen_by_the_hash_alone, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(sizes_that_no_machine_holds_are_refused_before_they_are_added_up, make_folder, remove_folder),
     };
     return lowkey_run_tests(tests);
 }
