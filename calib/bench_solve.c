@@ -42,7 +42,7 @@ static int parse(const char *what, int argc, char **argv, struct settings *setti
         { 0 },
     };
     int bad = 0;
-    for (int option; !bad && (option = getopt_long(argc, argv, "", options, NULL)) != -1;) switch (option) {
+    for (int option; !bad && (option = lowkey_next_option("bench", argc, argv, options, NULL)) != -1;) switch (option) {
         case POINTS:
             bad = lowkey_parse_int("bench", "--points", optarg, 1, INT64_C(1) << 40, &settings->points);
             break;

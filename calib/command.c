@@ -3,6 +3,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <getopt.h>
 #include <limits.h>
 #include <math.h>
 #include <sched.h>
@@ -28,6 +29,21 @@ int lowkey_command_usage(const char *command, const char *format, ...)
     fprintf(stderr, "; see lowkey help %s\n", command);
     va_end(arguments);
     return 2;
+}
+
+int lowkey_next_option(const char *command, int argc, char **argv, const struct option *options, int *index)
+{
+    int has_help = 0, is_known = 0; /* what was wrong with a known one is its value */
+    for (const struct option *o = options; o->name; o++) has_help |= o->val == 'h';
+    opterr = 0;
+    const int found = getopt_long(argc, argv, has_help ? ":h" : ":", options, index);
+    if (found != '?' && found != ':') return found;
+    for (const struct option *o = options; o->name; o++) is_known |= optopt && o->val == optopt;
+    if (found == ':') lowkey_command_usage(command, "%s takes a value", argv[optind - 1]);
+    else if (is_known) lowkey_command_usage(command, "%s: it takes no value", argv[optind - 1]);
+    else if (optopt) lowkey_command_usage(command, "unknown option '-%c'", optopt);
+    else lowkey_command_usage(command, "unknown option '%s'", argv[optind - 1]);
+    return '?';
 }
 
 int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high, int64_t *out)

@@ -11,6 +11,11 @@ int lowkey_command_failed(const char *command, const lowkey_error *err);
 /* Print "lowkey COMMAND: message; see lowkey help COMMAND" on stderr and return exit status 2. */
 int lowkey_command_usage(const char *command, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* The next option of a command line, as getopt_long has it (-1: no more); -h is --help where the table has one as 'h'. A
+ * wrong one is complained of in one line: '?', and the exit status is 2. index: its place in the table, if wanted. */
+struct option;
+int lowkey_next_option(const char *command, int argc, char **argv, const struct option *options, int *index);
+
 /* Whole-string numbers within [low, high]; 0 good, else the usage complaint is printed and 2 returned. */
 int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high, int64_t *out);
 int lowkey_parse_double(const char *command, const char *option, const char *text, double low, double high, double *out);

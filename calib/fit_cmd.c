@@ -77,7 +77,7 @@ enum other_option {
     UNITS,
     THREADS,
     JSON,
-    HELP
+    HELP = 'h'
 };
 static const struct option other_options[] = {
     { "out", required_argument, NULL, OUT },
@@ -264,10 +264,9 @@ static int parse(int argc, char **argv, struct command *command)
 {
     make_table(command);
     for (int round = 0; round < 2; round++) {
-        opterr = round == 0;
         optind = 0;
-        for (int o, index = 0; (o = getopt_long(argc, argv, "", command->table, &index)) != -1;) {
-            if (o == '?') return lowkey_command_usage("fit", "wrong option");
+        for (int o, index = 0; (o = lowkey_next_option("fit", argc, argv, command->table, &index)) != -1;) {
+            if (o == '?') return 2;
             if (o == HELP) return fputs(usage, stdout), -1;
             if (round == 0 && o == PRESET && !lowkey_fit_preset(optarg, &command->options))
                 return lowkey_command_usage("fit", "there is no preset '%s'", optarg);

@@ -24,7 +24,7 @@ static int bench_layout(int argc, char **argv)
 {
     static const struct option options[] = { { "json", no_argument, NULL, 'j' }, { 0 } };
     int json = 0;
-    for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {
+    for (int option; (option = lowkey_next_option("bench", argc, argv, options, NULL)) != -1;) {
         if (option != 'j') return 2;
         json = 1;
     }

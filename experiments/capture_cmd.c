@@ -41,6 +41,7 @@ static int parse_word(const char *option, const char *text, const char *const wo
     return lowkey_command_usage("capture", "%s does not know '%s'", option, text);
 }
 
+/* 0: go on; -1: help was asked for; 2: wrong usage */
 static int parse(int argc, char **argv, struct options *options)
 {
     static const struct option known[] = {
@@ -48,7 +49,7 @@ static int parse(int argc, char **argv, struct options *options)
         { "samples", 1, 0, 'n' }, { "layers", 1, 0, 'l' }, { "queries", 1, 0, 'q' }, { "dtype", 1, 0, 'd' },
         { "per-file", 1, 0, 'p' }, { "threads", 1, 0, 'j' }, { "help", 0, 0, 'h' }, { 0 },
     };
-    for (int c; (c = getopt_long(argc, argv, "", known, NULL)) != -1;) {
+    for (int c; (c = lowkey_next_option("capture", argc, argv, known, NULL)) != -1;) {
         int wrong = 0, dtype = 0;
         switch (c) {
         case 'm': options->model = optarg; break;
@@ -65,8 +66,8 @@ static int parse(int argc, char **argv, struct options *options)
             wrong = parse_word("--dtype", optarg, (const char *const[]){ "f32", "f16", "bf16", NULL }, &dtype);
             options->dtype = (lowkey_dtype)dtype; /* in the order of the enumeration */
             break;
-        case 'h': fputs(usage, stdout); exit(0);
-        default: fputs("see lowkey help capture\n", stderr); return 2;
+        case 'h': return fputs(usage, stdout), -1;
+        default: return 2;
         }
         if (wrong) return 2;
     }
@@ -132,7 +133,7 @@ int lowkey_capture_cmd(int argc, char **argv)
 {
     struct options options = { .length = 2048, .queries = 1, .dtype = LOWKEY_F16, .n_threads = lowkey_cpu_count() };
     const int wrong = parse(argc, argv, &options);
-    if (wrong) return wrong;
+    if (wrong) return wrong < 0 ? 0 : wrong;
     lowkey_catch_interrupts();
     lowkey_error err;
     lowkey_model *model = NULL;

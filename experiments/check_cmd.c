@@ -40,7 +40,7 @@ struct verdict {
 /* In a process of its own: a file that makes HDF5 crash is one more that is not good. */
 static void check_apart(const char *path, struct verdict *verdict)
 {
-    int ends[2], status = 0;
+    int ends[2] = { -1, -1 }, status = 0;
     size_t n = 0;
     memset(verdict, 0, sizeof *verdict);
     if ((verdict->status = lowkey_h5_probe(path, &verdict->err))) return;
@@ -58,6 +58,7 @@ static void check_apart(const char *path, struct verdict *verdict)
         close(ends[0]);
         while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
     }
+    if (child < 0 && ends[0] >= 0) close(ends[0]), close(ends[1]);
     if (n == sizeof *verdict) return;
     verdict->status = child > 0 ? LOWKEY_EFORMAT : LOWKEY_ENOMEM;
     snprintf(verdict->err.message, sizeof verdict->err.message, child > 0 ? "%s: damaged: the HDF5 library crashes on it" : "%s: no process to check it in",
@@ -83,10 +84,9 @@ int lowkey_check_cmd(int argc, char **argv)
     json_t *results = NULL;
     int failed = 0;
     optind = 1;
-    opterr = 0;
-    for (int option; (option = getopt_long(argc, argv, "h", options, NULL)) != -1;) {
+    for (int option; (option = lowkey_next_option("check", argc, argv, options, NULL)) != -1;) {
         if (option == 'h') return fputs(usage, stdout), 0;
-        if (option != 'j') return lowkey_command_usage("check", "unknown option '%s'", argv[optind - 1]);
+        if (option != 'j') return 2;
         if (!results) results = json_array();
     }
     if (optind == argc) return lowkey_command_usage("check", "which file?");

@@ -43,7 +43,7 @@ struct settings {
 /* 0: go on; -1: help was asked for; 2: wrong usage */
 static int parse(int argc, char **argv, struct settings *settings)
 {
-    enum { ACTIVATIONS, SAMPLES, QUERIES, LAYERS, PER_LAYER, PER_HEAD, JSON, CSV, THREADS, HELP };
+    enum { ACTIVATIONS = 256, SAMPLES, QUERIES, LAYERS, PER_LAYER, PER_HEAD, JSON, CSV, THREADS, HELP = 'h' };
     static const struct option names[] = {
         { "activations", 1, NULL, ACTIVATIONS },
         { "samples", 1, NULL, SAMPLES },
@@ -61,7 +61,7 @@ static int parse(int argc, char **argv, struct settings *settings)
     int64_t queries = 64, threads = lowkey_cpu_count();
     int bad = 0;
     optind = 0; /* a fresh scan: getopt is a global */
-    for (int option; !bad && (option = getopt_long(argc, argv, "", names, NULL)) != -1;) {
+    for (int option; !bad && (option = lowkey_next_option("error", argc, argv, names, NULL)) != -1;) {
         switch (option) {
         case ACTIVATIONS:
             options->activations = optarg;
@@ -96,7 +96,7 @@ static int parse(int argc, char **argv, struct settings *settings)
             fputs(usage, stdout);
             return -1;
         default:
-            return 2; /* getopt_long has said why */
+            return 2;
         }
     }
     if (bad) return bad;

@@ -3,13 +3,13 @@
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "calib/command.h"
 #include "experiments/commands.h"
 #include "experiments/lm/plain_attention.h"
 #include "experiments/perplexity.h"
 #include "experiments/samples.h"
+#include "formats/sha256.h"
 #include "runtime/error.h"
 
 static const char usage[] =
@@ -35,13 +35,14 @@ struct report { /* what on_window fills */
     json_t *windows;
 };
 
+/* 0: go on; -1: help was asked for; 2: wrong usage */
 static int parse(int argc, char **argv, struct options *options)
 {
     static const struct option known[] = {
         { "model", 1, 0, 'm' }, { "tokens", 1, 0, 't' }, { "window", 1, 0, 'w' }, { "windows", 1, 0, 'n' },
         { "threads", 1, 0, 'j' }, { "json", 0, 0, 'J' }, { "help", 0, 0, 'h' }, { 0 },
     };
-    for (int c; (c = getopt_long(argc, argv, "", known, NULL)) != -1;) {
+    for (int c; (c = lowkey_next_option("eval", argc, argv, known, NULL)) != -1;) {
         int wrong = 0;
         if (c == 'm') options->model = optarg;
         else if (c == 't') options->tokens = optarg;
@@ -49,8 +50,8 @@ static int parse(int argc, char **argv, struct options *options)
         else if (c == 'n') wrong = lowkey_parse_int("eval", "--windows", optarg, 1, 1 << 30, &options->n_windows);
         else if (c == 'j') wrong = lowkey_parse_int("eval", "--threads", optarg, 1, 256, &options->n_threads);
         else if (c == 'J') options->json = 1;
-        else if (c == 'h') return fputs(usage, stdout), exit(0), 0;
-        else return fputs("see lowkey help eval\n", stderr), 2;
+        else if (c == 'h') return fputs(usage, stdout), -1;
+        else return 2;
         if (wrong) return 2;
     }
     if (optind < argc) return lowkey_command_usage("eval", "'%s' is not expected", argv[optind]);
@@ -77,10 +78,8 @@ static void on_window(void *user, int i, double nll)
 static void print_json(const struct report *report, const lowkey_model *model, const lowkey_tokens *tokens, double seconds)
 {
     char model_hash[65], text_hash[65];
-    for (int i = 0; i < 32; i++) {
-        snprintf(model_hash + 2 * i, 3, "%02x", model->sha256[i]);
-        snprintf(text_hash + 2 * i, 3, "%02x", tokens->text_sha256[i]);
-    }
+    lowkey_sha256_print(model->sha256, model_hash);
+    lowkey_sha256_print(tokens->text_sha256, text_hash);
     const double n_predicted = (double)json_array_size(report->windows) * (report->window - 1);
     json_t *object = json_pack("{s:s, s:s, s:s, s:s, s:i, s:I, s:f, s:f, s:s, s:O}", "model", model->name, "model_sha256",
                                model_hash, "text", tokens->text_name, "text_sha256", text_hash, "window", report->window,
@@ -124,7 +123,7 @@ int lowkey_eval_cmd(int argc, char **argv)
 {
     struct options options = { .window = 2048, .n_threads = lowkey_cpu_count() };
     const int wrong = parse(argc, argv, &options);
-    if (wrong) return wrong;
+    if (wrong) return wrong < 0 ? 0 : wrong;
     lowkey_catch_interrupts();
     lowkey_error err;
     lowkey_model *model = NULL;

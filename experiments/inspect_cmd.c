@@ -29,10 +29,9 @@ int lowkey_inspect_cmd(int argc, char **argv)
     json_t *description;
     int json = 0;
     optind = 1;
-    opterr = 0;
-    for (int option; (option = getopt_long(argc, argv, "h", options, NULL)) != -1;) {
+    for (int option; (option = lowkey_next_option("inspect", argc, argv, options, NULL)) != -1;) {
         if (option == 'h') return fputs(usage, stdout), 0;
-        if (option != 'j') return lowkey_command_usage("inspect", "unknown option '%s'", argv[optind - 1]);
+        if (option != 'j') return 2;
         json = 1;
     }
     if (optind != argc - 1) return lowkey_command_usage("inspect", optind == argc ? "which file?" : "one file at a time");

@@ -1,4 +1,5 @@
 /* lowkey.c - the command: one table of subcommands, each implemented in the folder that does the work. */
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -40,15 +41,25 @@ static const struct subcommand *find(const char *name)
     return s->name ? s : NULL;
 }
 
-/* Refuse files on which HDF5 itself crashes, before a command opens them. An argument may be FILE or --option=FILE. */
+/* Refuse files on which HDF5 itself crashes, before a command opens them. An argument may be FILE, --option=FILE or
+ * LABEL=FILE. */
 static int probe_files(const char *command, int argc, char **argv)
 {
     lowkey_error err;
     for (int i = 1; i < argc; i++) {
-        const char *value = argv[i][0] == '-' ? strchr(argv[i], '=') : NULL;
-        if (lowkey_h5_probe(value ? value + 1 : argv[i], &err)) return lowkey_command_failed(command, &err);
+        const char *equals = strchr(argv[i], '=');
+        if (lowkey_h5_probe(argv[i], &err) || (equals && lowkey_h5_probe(equals + 1, &err)))
+            return lowkey_command_failed(command, &err);
     }
     return 0;
+}
+
+/* Results that do not arrive are a failure, whatever the command thought. */
+static int check_stdout(const char *command, int exit_status)
+{
+    if (fflush(stdout) == 0 && !ferror(stdout)) return exit_status;
+    if (exit_status == 0) fprintf(stderr, "lowkey %s: stdout: cannot write: %s\n", command, strerror(errno));
+    return exit_status ? exit_status : 1;
 }
 
 int main(int argc, char **argv)
@@ -60,7 +71,8 @@ int main(int argc, char **argv)
     if (asks_help && argc == 2) return print_usage(stdout), 0;
     const struct subcommand *s = find(argv[asks_help ? 2 : 1]);
     if (!s) return fprintf(stderr, "lowkey: no command '%s'; see lowkey help\n", argv[asks_help ? 2 : 1]), 2;
-    if (asks_help) return s->run(2, (char *[]){ argv[2], (char *)"--help", NULL });
+    if (asks_help) return check_stdout(s->name, s->run(2, (char *[]){ argv[2], (char *)"--help", NULL }));
     const int looks_itself = s->run == lowkey_check_cmd; /* one bad file is no reason to leave out the others */
-    return !looks_itself && probe_files(s->name, argc - 1, argv + 1) ? 1 : s->run(argc - 1, argv + 1);
+    if (!looks_itself && probe_files(s->name, argc - 1, argv + 1)) return 1;
+    return check_stdout(s->name, s->run(argc - 1, argv + 1));
 }

@@ -1,5 +1,8 @@
-/* test_command.c - numbers, ranges and lists on a command line. */
+/* test_command.c - options, numbers, ranges and lists on a command line. */
+#include <getopt.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "calib/command.h"
 #include "tests/check.h"
@@ -58,9 +61,49 @@ static void numbers_are_whole_and_within_limits(void **state)
     }
 }
 
+/* What a command line of one word says to stderr, and what lowkey_next_option answers. */
+static int answer(const char *word, char said[200])
+{
+    static const struct option options[] = { { "file", required_argument, NULL, 256 }, { "json", no_argument, NULL, 257 },
+                                             { "help", no_argument, NULL, 'h' }, { 0 } };
+    char *argv[] = { (char *)"t", (char *)word, NULL };
+    fflush(stderr);
+    FILE *kept = tmpfile();
+    assert_non_null(kept);
+    const int terminal = dup(STDERR_FILENO);
+    dup2(fileno(kept), STDERR_FILENO);
+    optind = 0;
+    const int found = lowkey_next_option("t", 2, argv, options, NULL);
+    fflush(stderr);
+    dup2(terminal, STDERR_FILENO);
+    close(terminal);
+    rewind(kept);
+    said[fread(said, 1, 199, kept)] = 0;
+    fclose(kept);
+    return found;
+}
+
+static void a_wrong_option_is_named_in_one_line(void **state)
+{
+    (void)state;
+    char said[200];
+    static const struct { const char *word; int found; const char *said; } cases[] = {
+        { "--json", 257, "" }, { "--file=x", 256, "" }, { "--help", 'h', "" }, { "-h", 'h', "" }, { "word", -1, "" },
+        { "--none", '?', "lowkey t: unknown option '--none'; see lowkey help t\n" },
+        { "-j", '?', "lowkey t: unknown option '-j'; see lowkey help t\n" },
+        { "--file", '?', "lowkey t: --file takes a value; see lowkey help t\n" },
+        { "--json=1", '?', "lowkey t: --json=1: it takes no value; see lowkey help t\n" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_int_equal(answer(cases[i].word, said), cases[i].found);
+        assert_string_equal(said, cases[i].said);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_wrong_option_is_named_in_one_line),
         cmocka_unit_test(a_range_is_first_and_end),
         cmocka_unit_test(a_list_rises),
         cmocka_unit_test(numbers_are_whole_and_within_limits),

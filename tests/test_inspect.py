@@ -145,6 +145,15 @@ def test_refusals():
         assert status == 0 and err == "" and out.startswith("usage: lowkey ")
 
 
+def test_full_stdout():
+    """results that stdout does not take are a failure, of every command"""
+    write_tokens(path)
+    for arguments in ("inspect", path), ("inspect", "--json", path), ("check", path), ("help", "fit"), ("error", "--help"):
+        with open("/dev/full", "w") as full:
+            run = subprocess.run([COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert run.returncode == 1 and run.stderr.count("\n") == 1 and "stdout: cannot write" in run.stderr, (arguments, run)
+
+
 def test_check_of_several():
     """check goes on after a file that is wrong; --json has a verdict for each"""
     write_tokens(path)
