@@ -15,8 +15,8 @@
 static const char usage[] =
     "usage: lowkey check [--json] FILE...\n"
     "\n"
-    "Read every file (model, tokens, activations, quantizer) whole and hold it against its schema. One line for each: what it\n"
-    "holds, or on standard error what is wrong with it. Exit status 1 where anything is.\n"
+    "Read every file (model, tokens, activations, quantizer) whole and hold it against its schema. One line\n"
+    "for each: what it holds, or on standard error what is wrong with it. Exit status 1 where anything is.\n"
     "\n"
     "  --json   an array of {file, good, message} on standard output\n";
 
@@ -53,7 +53,9 @@ static void check_apart(const char *path, struct verdict *verdict)
     }
     if (child > 0) {
         close(ends[1]);
-        for (ssize_t m; n < sizeof *verdict && ((m = read(ends[0], (char *)verdict + n, sizeof *verdict - n)) > 0 || (m < 0 && errno == EINTR));)
+        for (ssize_t m;
+             n < sizeof *verdict && ((m = read(ends[0], (char *)verdict + n, sizeof *verdict - n)) > 0 ||
+                                     (m < 0 && errno == EINTR));)
             n += m > 0 ? (size_t)m : 0;
         close(ends[0]);
         while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
@@ -61,7 +63,8 @@ static void check_apart(const char *path, struct verdict *verdict)
     if (child < 0 && ends[0] >= 0) close(ends[0]), close(ends[1]);
     if (n == sizeof *verdict) return;
     verdict->status = child > 0 ? LOWKEY_EFORMAT : LOWKEY_ENOMEM;
-    snprintf(verdict->err.message, sizeof verdict->err.message, child > 0 ? "%s: damaged: the HDF5 library crashes on it" : "%s: no process to check it in",
+    snprintf(verdict->err.message, sizeof verdict->err.message,
+             child > 0 ? "%s: damaged: the HDF5 library crashes on it" : "%s: no process to check it in",
              path);
 }
 
@@ -73,14 +76,17 @@ static int check_file(const char *path, json_t *results)
     if (!good) lowkey_command_failed("check", &verdict.err);
     else if (!results) printf("%s: good: %s\n", path, verdict.summary);
     if (results)
-        json_array_append_new(results, json_pack("{s:o, s:b, s:o}", "file", lowkey_json_text(path), "good", good, "message",
-                                                 lowkey_json_text(good ? verdict.summary : verdict.err.message)));
+        json_array_append_new(
+            results, json_pack("{s:o, s:b, s:o}", "file", lowkey_json_text(path), "good", good, "message",
+                               lowkey_json_text(good ? verdict.summary : verdict.err.message)));
     return !good;
 }
 
 int lowkey_check_cmd(int argc, char **argv)
 {
-    static const struct option options[] = { { "help", no_argument, NULL, 'h' }, { "json", no_argument, NULL, 'j' }, { 0 } };
+    static const struct option options[] = { { "help", no_argument, NULL, 'h' },
+                                             { "json", no_argument, NULL, 'j' },
+                                             { 0 } };
     json_t *results = NULL;
     int failed = 0;
     optind = 1;

@@ -100,7 +100,9 @@ static int is_common(json_t *table, const char *key)
 {
     size_t i = 1;
     const size_t n = json_array_size(table);
-    while (i < n && json_equal(json_object_get(json_array_get(table, 0), key), json_object_get(json_array_get(table, i), key))) i++;
+    while (i < n && json_equal(json_object_get(json_array_get(table, 0), key),
+                               json_object_get(json_array_get(table, i), key)))
+        i++;
     return n > 1 && i == n;
 }
 
@@ -152,7 +154,8 @@ static void print_row(json_t *table, const struct columns *columns, size_t first
     for (int i = 0; i < columns->n; i++) {
         const int right = json_is_number(json_object_get(json_array_get(table, first), columns->keys[i]));
         printf("  ");
-        print_padded(print_cell(table, first, last, columns->keys[i], text), i < columns->n - 1 || right ? columns->widths[i] : 0, right);
+        print_padded(print_cell(table, first, last, columns->keys[i], text),
+                     i < columns->n - 1 || right ? columns->widths[i] : 0, right);
     }
     putchar('\n');
 }
@@ -163,7 +166,8 @@ static void print_headings(json_t *table, const struct columns *columns)
     for (int i = 0; i < columns->n; i++) {
         const int right = json_is_number(json_object_get(json_array_get(table, 0), columns->keys[i]));
         printf("  ");
-        print_padded(print_key(columns->keys[i], text), i < columns->n - 1 || right ? columns->widths[i] : 0, right);
+        print_padded(print_key(columns->keys[i], text), i < columns->n - 1 || right ? columns->widths[i] : 0,
+                     right);
     }
     putchar('\n');
 }

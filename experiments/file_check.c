@@ -17,7 +17,8 @@ static lowkey_status check_model(const char *path, char *summary, lowkey_error *
 {
     lowkey_model *model;
     LOWKEY_TRY(lowkey_model_describe(path, 1, &model, err));
-    snprintf(summary, LOWKEY_SUMMARY_SIZE, "model %.100s, %d layers, all weights finite, hash right", model->name, model->n_layers);
+    snprintf(summary, LOWKEY_SUMMARY_SIZE, "model %.100s, %d layers, all weights finite, hash right",
+             model->name, model->n_layers);
     lowkey_model_free(model);
     return LOWKEY_OK;
 }
@@ -26,8 +27,8 @@ static lowkey_status check_tokens(const char *path, char *summary, lowkey_error 
 {
     lowkey_tokens *tokens;
     LOWKEY_TRY(lowkey_tokens_open(path, &tokens, err));
-    snprintf(summary, LOWKEY_SUMMARY_SIZE, "tokens of %.100s, %" PRId64 " in %d sequence%s", tokens->text_name, tokens->n_tokens,
-             tokens->n_sequences, tokens->n_sequences == 1 ? "" : "s");
+    snprintf(summary, LOWKEY_SUMMARY_SIZE, "tokens of %.100s, %" PRId64 " in %d sequence%s",
+             tokens->text_name, tokens->n_tokens, tokens->n_sequences, tokens->n_sequences == 1 ? "" : "s");
     lowkey_tokens_free(tokens);
     return LOWKEY_OK;
 }
@@ -70,7 +71,8 @@ static lowkey_status check_all_rows(lowkey_activations *a, lowkey_error *err)
     lowkey_status status = LOWKEY_OK;
     for (int i = 0; i < info->n_layers; i++)
         for (int s = 0; s < LOWKEY_N_STREAMS && !status; s++)
-            if (info->contents >> s & 1) status = check_stream(a, i, (enum lowkey_stream)s, block, &progress, &done, err);
+            if (info->contents >> s & 1)
+                status = check_stream(a, i, (enum lowkey_stream)s, block, &progress, &done, err);
     lowkey_progress_end(&progress);
     free(block);
     return status;
@@ -82,9 +84,10 @@ static lowkey_status check_activations(const char *path, char *summary, lowkey_e
     LOWKEY_TRY(lowkey_activations_open(path, &a, err));
     const struct lowkey_activations_info *info = lowkey_activations_describe(a);
     const lowkey_status status = check_all_rows(a, err);
-    snprintf(summary, LOWKEY_SUMMARY_SIZE, "activations of %.60s, %d of %d layers, %" PRId64 " tokens in %d sample%s, all finite",
-             info->model_name, info->n_layers, info->n_model_layers, info->sample_offsets[info->n_samples], info->n_samples,
-             info->n_samples == 1 ? "" : "s");
+    snprintf(summary, LOWKEY_SUMMARY_SIZE,
+             "activations of %.60s, %d of %d layers, %" PRId64 " tokens in %d sample%s, all finite",
+             info->model_name, info->n_layers, info->n_model_layers, info->sample_offsets[info->n_samples],
+             info->n_samples, info->n_samples == 1 ? "" : "s");
     lowkey_activations_close(a);
     return status;
 }
@@ -95,8 +98,9 @@ static lowkey_status check_quantizer(const char *path, char *summary, lowkey_err
     struct lowkey_fit_record *record;
     LOWKEY_TRY(lowkey_quantizer_read(path, &quantizer, &record, err));
     const lowkey_quantizer_desc *desc = lowkey_quantizer_describe(quantizer);
-    snprintf(summary, LOWKEY_SUMMARY_SIZE, "quantizer of %.60s, %d of %d layers, fitted on %" PRId64 " tokens of %.60s",
-             desc->model_name, desc->n_layers, record->n_model_layers, record->n_tokens, record->text_name);
+    snprintf(summary, LOWKEY_SUMMARY_SIZE,
+             "quantizer of %.60s, %d of %d layers, fitted on %" PRId64 " tokens of %.60s", desc->model_name,
+             desc->n_layers, record->n_model_layers, record->n_tokens, record->text_name);
     lowkey_fit_record_free(record);
     lowkey_quantizer_free(quantizer);
     return LOWKEY_OK;
@@ -108,7 +112,10 @@ lowkey_status lowkey_file_check(const char *path, char summary[LOWKEY_SUMMARY_SI
         const char *schema;
         lowkey_status (*check)(const char *path, char *summary, lowkey_error *err);
     } checks[] = {
-        { "model", check_model }, { "tokens", check_tokens }, { "activations", check_activations }, { "quantizer", check_quantizer },
+        { "model", check_model },
+        { "tokens", check_tokens },
+        { "activations", check_activations },
+        { "quantizer", check_quantizer },
     };
     lowkey_h5 *file;
     size_t i = 0;

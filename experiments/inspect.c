@@ -1,5 +1,5 @@
-/* inspect.c - what a file holds, as a description: provenance, geometry, sizes, and of quantizers bits and errors by
- * layer. Nothing is judged here beyond what opening a file checks. */
+/* inspect.c - what a file holds, as a description: provenance, geometry, sizes, and of quantizers bits and
+ * errors by layer. Nothing is judged here beyond what opening a file checks. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -30,7 +30,8 @@ static json_t *sha256_text(const unsigned char sha256[32])
 
 /* ---- geometry ---- */
 
-/* The base of inverse frequencies theta^(-i / n), i < n; 0: they are others (scaled, partial of a larger vector). */
+/* The base of inverse frequencies theta^(-i / n), i < n; 0: they are others (scaled, partial of a larger
+ * vector). */
 static double rope_theta(const lowkey_layer_desc *layer)
 {
     const int n = layer->rope_dims / 2;
@@ -50,17 +51,21 @@ json_t *lowkey_describe_geometry(const lowkey_layer_desc *layer)
     else if (theta > 0)
         snprintf(rope, sizeof rope, "%d %s, theta %.6g", layer->rope_dims,
                  layer->rope_pairing == LOWKEY_PAIR_HALF ? "half" : "interleaved", theta);
-    else snprintf(rope, sizeof rope, "%d %s, scaled", layer->rope_dims, layer->rope_pairing == LOWKEY_PAIR_HALF ? "half" : "interleaved");
-    return json_pack("{s:i, s:i, s:i, s:i, s:i, s:f, s:s, s:f}", "layer", layer->index, "q_heads", layer->n_q_heads, "kv_heads",
-                     layer->n_kv_heads, "key_head_dim", layer->key_head_dim, "value_head_dim", layer->value_head_dim, "logit_scale",
-                     layer->logit_scale, "rope", rope, "rope_attention_factor", layer->rope_attention_factor);
+    else
+        snprintf(rope, sizeof rope, "%d %s, scaled", layer->rope_dims,
+                 layer->rope_pairing == LOWKEY_PAIR_HALF ? "half" : "interleaved");
+    return json_pack("{s:i, s:i, s:i, s:i, s:i, s:f, s:s, s:f}", "layer", layer->index, "q_heads",
+                     layer->n_q_heads, "kv_heads", layer->n_kv_heads, "key_head_dim", layer->key_head_dim,
+                     "value_head_dim", layer->value_head_dim, "logit_scale", layer->logit_scale, "rope", rope,
+                     "rope_attention_factor", layer->rope_attention_factor);
 }
 
 /* Keys and values of one token over these layers, in 16 bits. */
 static json_t *bytes_per_token(const lowkey_layer_desc *layers, int n)
 {
     json_int_t bytes = 0;
-    for (int i = 0; i < n; i++) bytes += 2 * (json_int_t)layers[i].n_kv_heads * (layers[i].key_head_dim + layers[i].value_head_dim);
+    for (int i = 0; i < n; i++)
+        bytes += 2 * (json_int_t)layers[i].n_kv_heads * (layers[i].key_head_dim + layers[i].value_head_dim);
     return json_integer(bytes);
 }
 
@@ -87,7 +92,8 @@ static lowkey_status describe_model(const char *path, json_t *to, lowkey_error *
     set(to, "eos_token_id", json_integer(model->eos_token_id));
     set(to, "cache_bytes_per_token_in_16_bits", bytes_per_token(model->geometry, model->n_layers));
     json_t *layers = json_array();
-    for (int l = 0; l < model->n_layers; l++) json_array_append_new(layers, lowkey_describe_geometry(&model->geometry[l]));
+    for (int l = 0; l < model->n_layers; l++)
+        json_array_append_new(layers, lowkey_describe_geometry(&model->geometry[l]));
     set(to, "layers", layers);
     lowkey_model_free(model);
     return LOWKEY_OK;
@@ -140,7 +146,8 @@ static lowkey_status stored_as(lowkey_activations *a, int i, char text[160], low
         const char *type;
         if (!(contents >> s & 1)) continue;
         LOWKEY_TRY(lowkey_activations_type(a, i, (enum lowkey_stream)s, &type, err));
-        used += (size_t)snprintf(text + used, 160 - used, "%s%s %s", used ? ", " : "", lowkey_stream_names[s], type);
+        used += (size_t)snprintf(text + used, 160 - used, "%s%s %s", used ? ", " : "", lowkey_stream_names[s],
+                                 type);
     }
     return LOWKEY_OK;
 }
@@ -187,7 +194,8 @@ lowkey_status lowkey_file_describe(const char *path, json_t **out, lowkey_error 
     size_t i = 0;
     *out = NULL;
     LOWKEY_TRY(lowkey_h5_open(path, NULL, &file, err));
-    while (strcmp(describers[i].schema, lowkey_h5_schema(file)) != 0) i++; /* lowkey_h5_open knows these four */
+    while (strcmp(describers[i].schema, lowkey_h5_schema(file)) != 0)
+        i++; /* lowkey_h5_open knows these four */
     lowkey_h5_version(file, &major, &minor);
     snprintf(version, sizeof version, "%d.%d", major, minor);
     const lowkey_status read = lowkey_h5_get_string(file, "/", "created_by", &created_by, err);

@@ -9,10 +9,10 @@
 static const char usage[] =
     "usage: lowkey inspect [--json] FILE\n"
     "\n"
-    "Show what a file (model, tokens, activations, quantizer) holds: where it comes from, geometry, sizes, number types; of a\n"
-    "quantizer, for keys and values of every layer:\n"
+    "Show what a file (model, tokens, activations, quantizer) holds: where it comes from, geometry, sizes,\n"
+    "number types; of a quantizer, for keys and values of every layer:\n"
     "\n"
-    "  bits payload             bits an element costs: code, token scales, outliers as they were met by the fit\n"
+    "  bits payload             bits an element costs: code, token scales, outliers as the fit met them\n"
     "  relative error           mean squared error over variance, of the packed tokens\n"
     "  relative weighted error  the same with the weights of the fit\n"
     "  outliers, clamped        share of elements kept exactly; that the outlier rule chose beyond its caps\n"
@@ -24,7 +24,9 @@ static const char usage[] =
 
 int lowkey_inspect_cmd(int argc, char **argv)
 {
-    static const struct option options[] = { { "help", no_argument, NULL, 'h' }, { "json", no_argument, NULL, 'j' }, { 0 } };
+    static const struct option options[] = { { "help", no_argument, NULL, 'h' },
+                                             { "json", no_argument, NULL, 'j' },
+                                             { 0 } };
     lowkey_error err;
     json_t *description;
     int json = 0;
@@ -34,7 +36,8 @@ int lowkey_inspect_cmd(int argc, char **argv)
         if (option != 'j') return 2;
         json = 1;
     }
-    if (optind != argc - 1) return lowkey_command_usage("inspect", optind == argc ? "which file?" : "one file at a time");
+    if (optind != argc - 1)
+        return lowkey_command_usage("inspect", optind == argc ? "which file?" : "one file at a time");
     if (lowkey_file_describe(argv[optind], &description, &err)) return lowkey_command_failed("inspect", &err);
     if (json) json_dumpf(description, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)), putchar('\n');
     else lowkey_print_description(description);

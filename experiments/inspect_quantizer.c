@@ -1,5 +1,6 @@
-/* inspect_quantizer.c - a quantizer as a person wants to see it: what it was fitted on, and for keys and values of every
- * layer the bits an element costs, how they are spent, and the error that the fit reported. */
+/* inspect_quantizer.c - a quantizer as a person wants to see it: what it was fitted on, and for keys and
+ * values of every layer the bits an element costs, how they are spent, and the error that the fit
+ * reported. */
 #include <stdio.h>
 #include <string.h>
 
@@ -21,33 +22,41 @@ static void print_widths(const lowkey_side_desc *side, size_t n, char *text, siz
     for (int b = 1; b <= 16; b++) {
         if (!counts[b] || used >= size) continue;
         used += (size_t)(counts[b] == n ? snprintf(text + used, size - used, "%d", b)
-                                        : snprintf(text + used, size - used, "%s%d (%.3g %%)", used ? ", " : "", b,
-                                                   100 * (double)counts[b] / (double)n));
+                                        : snprintf(text + used, size - used, "%s%d (%.3g %%)",
+                                                   used ? ", " : "", b, 100 * (double)counts[b] / (double)n));
     }
 }
 
 static const char *rule_name(lowkey_rule rule)
 {
-    static const char *const names[] = { [LOWKEY_RULE_NONE] = "none", [LOWKEY_RULE_F16] = "f16", [LOWKEY_RULE_BF16] = "bf16",
-                                         [LOWKEY_RULE_E4M3] = "e4m3", [LOWKEY_RULE_E5M2] = "e5m2", [LOWKEY_RULE_INT8] = "int8" };
+    static const char *const names[] = {
+        [LOWKEY_RULE_NONE] = "none", [LOWKEY_RULE_F16] = "f16",   [LOWKEY_RULE_BF16] = "bf16",
+        [LOWKEY_RULE_E4M3] = "e4m3", [LOWKEY_RULE_E5M2] = "e5m2", [LOWKEY_RULE_INT8] = "int8"
+    };
     return names[rule];
 }
 
 /* What codes mean: "channel fitted, 8 entries", "e4m3", "f16". */
-static void print_table(const lowkey_side_desc *side, const struct lowkey_side_report *report, char *text, size_t size)
+static void print_table(const lowkey_side_desc *side, const struct lowkey_side_report *report, char *text,
+                        size_t size)
 {
     int used = 0;
     text[0] = 0;
     if (side->table_entries)
-        used = snprintf(text, size, "%s %s, %d entries", report->table_scope, report->codebook, side->table_entries);
-    if (side->rule_8 != LOWKEY_RULE_NONE) used += snprintf(text + used, size - (size_t)used, "%s%s", used ? ", " : "", rule_name(side->rule_8));
-    if (side->rule_16 != LOWKEY_RULE_NONE) snprintf(text + used, size - (size_t)used, "%s%s", used ? ", " : "", rule_name(side->rule_16));
+        used = snprintf(text, size, "%s %s, %d entries", report->table_scope, report->codebook,
+                        side->table_entries);
+    if (side->rule_8 != LOWKEY_RULE_NONE)
+        used += snprintf(text + used, size - (size_t)used, "%s%s", used ? ", " : "", rule_name(side->rule_8));
+    if (side->rule_16 != LOWKEY_RULE_NONE)
+        snprintf(text + used, size - (size_t)used, "%s%s", used ? ", " : "", rule_name(side->rule_16));
 }
 
 static void print_token_scale(const lowkey_side_desc *side, char *text, size_t size)
 {
     if (side->token_scale == LOWKEY_SCALE_NONE) snprintf(text, size, "none");
-    else snprintf(text, size, "%s per %d channels", side->token_scale == LOWKEY_SCALE_F16 ? "f16" : "f32", side->scale_block);
+    else
+        snprintf(text, size, "%s per %d channels", side->token_scale == LOWKEY_SCALE_F16 ? "f16" : "f32",
+                 side->scale_block);
 }
 
 static void print_outliers(const lowkey_side_desc *side, char *text, size_t size)
@@ -56,12 +65,15 @@ static void print_outliers(const lowkey_side_desc *side, char *text, size_t size
     else if (side->outlier_rule == LOWKEY_OUTLIER_LIMIT)
         snprintf(text, size, "limit, %d a token, %d a page", side->outlier_cap, side->outlier_page_capacity);
     else
-        snprintf(text, size, "rank %d, %d a token, %d a page", side->outlier_rank, side->outlier_cap, side->outlier_page_capacity);
+        snprintf(text, size, "rank %d, %d a token, %d a page", side->outlier_rank, side->outlier_cap,
+                 side->outlier_page_capacity);
 }
 
-static void print_corrections(const lowkey_side_desc *side, const struct lowkey_side_report *report, char *text, size_t size)
+static void print_corrections(const lowkey_side_desc *side, const struct lowkey_side_report *report,
+                              char *text, size_t size)
 {
-    snprintf(text, size, "%s%s%s", side->factor ? "feedback " : "", report->gain_corrected ? "gain " : "", report->qnorm ? "qnorm " : "");
+    snprintf(text, size, "%s%s%s", side->factor ? "feedback " : "", report->gain_corrected ? "gain " : "",
+             report->qnorm ? "qnorm " : "");
     if (text[0]) text[strlen(text) - 1] = 0;
     else snprintf(text, size, "none");
 }
@@ -69,18 +81,21 @@ static void print_corrections(const lowkey_side_desc *side, const struct lowkey_
 /* "4 constant, 2 offset-heavy" channels */
 static void print_flags(const struct lowkey_side_report *report, size_t n, char *text, size_t size)
 {
-    static const char *const names[] = { "constant", "offset-heavy", "unused codes", "zero weights", "tiny weights" };
+    static const char *const names[] = { "constant", "offset-heavy", "unused codes", "zero weights",
+                                         "tiny weights" };
     size_t used = 0;
     text[0] = 0;
     for (int f = 0; f < 5; f++) {
         size_t count = 0;
         for (size_t c = 0; c < n; c++) count += report->flags[c] >> f & 1;
-        if (count && used < size) used += (size_t)snprintf(text + used, size - used, "%s%zu %s", used ? ", " : "", count, names[f]);
+        if (count && used < size)
+            used += (size_t)snprintf(text + used, size - used, "%s%zu %s", used ? ", " : "", count, names[f]);
     }
     if (!text[0]) snprintf(text, size, "none");
 }
 
-/* Bits an element costs: its code, its share of the token's scales and zeros, and of the outliers that the fit saw. */
+/* Bits an element costs: its code, its share of the token's scales and zeros, and of the outliers that the
+ * fit saw. */
 static double payload_bits(const lowkey_side_desc *side, const struct lowkey_side_report *report, size_t n)
 {
     double bits = 0;
@@ -104,10 +119,12 @@ static json_t *share(double part, double whole)
     return whole > 0 ? json_real(part / whole) : json_null();
 }
 
-static json_t *describe_side(const lowkey_layer_desc *layer, int which, const struct lowkey_side_report *report)
+static json_t *describe_side(const lowkey_layer_desc *layer, int which,
+                             const struct lowkey_side_report *report)
 {
     const lowkey_side_desc *side = which == 0 ? &layer->key : &layer->value;
-    const size_t n = (size_t)layer->n_kv_heads * (size_t)(which == 0 ? layer->key_head_dim : layer->value_head_dim);
+    const size_t n = (size_t)layer->n_kv_heads *
+                     (size_t)(which == 0 ? layer->key_head_dim : layer->value_head_dim);
     const double variance = mean(report->variance, n), elements = (double)report->n_tokens * (double)n;
     char text[160];
     json_t *to = json_pack("{s:i, s:s}", "layer", layer->index, "side", which == 0 ? "key" : "value");
@@ -146,21 +163,24 @@ static void describe_fit(json_t *to, const struct lowkey_fit_record *record)
 }
 
 /* Of all elements together; held by one long sequence. */
-static lowkey_status describe_bits(json_t *to, const lowkey_quantizer *quantizer, const struct lowkey_fit_record *record,
-                                   lowkey_error *err)
+static lowkey_status describe_bits(json_t *to, const lowkey_quantizer *quantizer,
+                                   const struct lowkey_fit_record *record, lowkey_error *err)
 {
     enum { LONG = 131072 };
     const lowkey_quantizer_desc *desc = lowkey_quantizer_describe(quantizer);
     double bits = 0, elements = 0;
     for (int i = 0; i < desc->n_layers; i++) {
         const lowkey_layer_desc *l = &desc->layers[i];
-        const size_t keys = (size_t)l->n_kv_heads * (size_t)l->key_head_dim, values = (size_t)l->n_kv_heads * (size_t)l->value_head_dim;
+        const size_t keys = (size_t)l->n_kv_heads * (size_t)l->key_head_dim,
+                     values = (size_t)l->n_kv_heads * (size_t)l->value_head_dim;
         bits += payload_bits(&l->key, &record->reports[i][0], keys) * (double)keys;
         bits += payload_bits(&l->value, &record->reports[i][1], values) * (double)values;
         elements += (double)(keys + values);
     }
     set(to, "bits_payload", json_real(bits / elements));
-    const lowkey_cache_config config = { .struct_size = sizeof config, .n_pages = LONG / LOWKEY_PAGE_TOKENS, .max_sequences = 1 };
+    const lowkey_cache_config config = { .struct_size = sizeof config,
+                                         .n_pages = LONG / LOWKEY_PAGE_TOKENS,
+                                         .max_sequences = 1 };
     lowkey_cache_usage usage = { .struct_size = sizeof usage };
     const lowkey_status status = lowkey_cache_estimate(quantizer, &config, 1, LONG, &usage, err);
     if (!status) set(to, "bits_held_at_131072_tokens", json_real(usage.bits_held));

@@ -17,7 +17,8 @@ int lowkey_stream_heads(const lowkey_layer_desc *layer, enum lowkey_stream strea
 
 int lowkey_stream_head_dim(const lowkey_layer_desc *layer, enum lowkey_stream stream)
 {
-    const int is_value = stream == LOWKEY_VALUE || stream == LOWKEY_VALUE_GRAD || stream == LOWKEY_VALUE_WEIGHT;
+    const int is_value = stream == LOWKEY_VALUE || stream == LOWKEY_VALUE_GRAD ||
+                         stream == LOWKEY_VALUE_WEIGHT;
     return is_value ? layer->value_head_dim : layer->key_head_dim;
 }
 
@@ -31,7 +32,8 @@ lowkey_status lowkey_contents_check(unsigned contents, lowkey_error *err)
     if ((contents & both) != both || contents >> LOWKEY_N_STREAMS)
         return lowkey_fail(err, LOWKEY_EFORMAT, "contents: expected key and value, found '%s'", text);
     if ((contents & key_twice) == key_twice || (contents & value_twice) == value_twice)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "contents: expected gradients or weights of a side, found both in '%s'", text);
+        return lowkey_fail(err, LOWKEY_EFORMAT,
+                           "contents: expected gradients or weights of a side, found both in '%s'", text);
     return LOWKEY_OK;
 }
 
@@ -52,13 +54,15 @@ lowkey_status lowkey_contents_parse(const char *text, unsigned *contents, lowkey
     for (const char *word = text; word; word = strchr(word, ' ') ? strchr(word, ' ') + 1 : NULL) {
         const size_t length = strcspn(word, " ");
         for (int s = 0; s < LOWKEY_N_STREAMS; s++)
-            if (strlen(lowkey_stream_names[s]) == length && strncmp(lowkey_stream_names[s], word, length) == 0)
+            if (strlen(lowkey_stream_names[s]) == length &&
+                strncmp(lowkey_stream_names[s], word, length) == 0)
                 *contents |= 1u << s;
     }
     lowkey_contents_print(*contents, again);
     if (strcmp(again, text) != 0) { /* something unknown, twice, in another order, or spaces */
         lowkey_contents_print((1u << LOWKEY_N_STREAMS) - 1, again);
-        return lowkey_fail(err, LOWKEY_EFORMAT, "contents: expected names of '%s' in this order, found '%.80s'", again, text);
+        return lowkey_fail(err, LOWKEY_EFORMAT,
+                           "contents: expected names of '%s' in this order, found '%.80s'", again, text);
     }
     return lowkey_contents_check(*contents, err);
 }

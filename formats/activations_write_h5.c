@@ -1,6 +1,6 @@
-/* activations_write_h5.c - activations.h5, written: the description first, then rows in any order. Chunks hold one head
- * of some 128 KiB of tokens, so that a head's columns and a run of tokens are both read in long pieces; rows are sorted
- * by head here, so that they are written in long pieces too. */
+/* activations_write_h5.c - activations.h5, written: the description first, then rows in any order. Chunks
+ * hold one head of some 128 KiB of tokens, so that a head's columns and a run of tokens are both read in long
+ * pieces; rows are sorted by head here, so that they are written in long pieces too. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -39,40 +39,50 @@ struct lowkey_activations_writer {
 
 static lowkey_status check_info(const struct lowkey_activations_info *info, lowkey_error *err)
 {
-    if (info->n_layers < 1 || info->n_layers > info->n_model_layers || info->n_model_layers > LOWKEY_MAX_LAYERS)
-        return lowkey_fail(err, LOWKEY_EINVAL, "layers: expected 1 to n_model_layers = %d, at most %d, found %d",
+    if (info->n_layers < 1 || info->n_layers > info->n_model_layers ||
+        info->n_model_layers > LOWKEY_MAX_LAYERS)
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "layers: expected 1 to n_model_layers = %d, at most %d, found %d",
                            info->n_model_layers, LOWKEY_MAX_LAYERS, info->n_layers);
     for (int i = 0; i < info->n_layers; i++)
-        if (info->layers[i].index >= info->n_model_layers || (i && info->layers[i].index <= info->layers[i - 1].index))
-            return lowkey_fail(err, LOWKEY_EINVAL, "layer number %d: expected rising indices below %d, found %d", i,
+        if (info->layers[i].index >= info->n_model_layers ||
+            (i && info->layers[i].index <= info->layers[i - 1].index))
+            return lowkey_fail(err, LOWKEY_EINVAL,
+                               "layer number %d: expected rising indices below %d, found %d", i,
                                info->n_model_layers, info->layers[i].index);
     LOWKEY_TRY(lowkey_contents_check(info->contents, err));
     if (info->n_samples < 1)
         return lowkey_fail(err, LOWKEY_EINVAL, "samples: expected at least 1, found %d", info->n_samples);
-    return lowkey_offsets_check("sample_offsets", info->sample_offsets, info->n_samples, info->sample_offsets[info->n_samples], err);
+    return lowkey_offsets_check("sample_offsets", info->sample_offsets, info->n_samples,
+                                info->sample_offsets[info->n_samples], err);
 }
 
-static lowkey_status write_root(lowkey_h5 *file, const struct lowkey_activations_info *info, lowkey_error *err)
+static lowkey_status write_root(lowkey_h5 *file, const struct lowkey_activations_info *info,
+                                lowkey_error *err)
 {
     char contents[LOWKEY_CONTENTS_SIZE];
     lowkey_contents_print(info->contents, contents);
-    LOWKEY_TRY(lowkey_h5_write_identity(file, info->n_model_layers, info->model_name, info->model_sha256, err));
+    LOWKEY_TRY(
+        lowkey_h5_write_identity(file, info->n_model_layers, info->model_name, info->model_sha256, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/", "contents", contents, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/", "key_stage", "pre_rope", err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/", "text_name", info->text_name, err));
     LOWKEY_TRY(lowkey_h5_put_sha256(file, "/", "text_sha256", info->text_sha256, err));
-    LOWKEY_TRY(lowkey_h5_write_ints(file, "/sample_offsets", LOWKEY_DIMS((int64_t)info->n_samples + 1), info->sample_offsets,
-                                    sizeof *info->sample_offsets, 1, err));
-    LOWKEY_TRY(lowkey_h5_write_ints(file, "/sample_sha256", LOWKEY_DIMS(info->n_samples, 32), info->sample_sha256, 1, 0, err));
+    LOWKEY_TRY(lowkey_h5_write_ints(file, "/sample_offsets", LOWKEY_DIMS((int64_t)info->n_samples + 1),
+                                    info->sample_offsets, sizeof *info->sample_offsets, 1, err));
+    LOWKEY_TRY(lowkey_h5_write_ints(file, "/sample_sha256", LOWKEY_DIMS(info->n_samples, 32),
+                                    info->sample_sha256, 1, 0, err));
     int32_t *index = calloc((size_t)info->n_layers, sizeof *index);
     if (!index) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", lowkey_h5_path(file));
     for (int i = 0; i < info->n_layers; i++) index[i] = info->layers[i].index;
-    const lowkey_status status = lowkey_h5_write_ints(file, "/layer_index", LOWKEY_DIMS(info->n_layers), index, sizeof *index, 1, err);
+    const lowkey_status status = lowkey_h5_write_ints(file, "/layer_index", LOWKEY_DIMS(info->n_layers),
+                                                      index, sizeof *index, 1, err);
     free(index);
     return status;
 }
 
-static lowkey_status create_stream(lowkey_activations_writer *writer, int i, enum lowkey_stream stream, lowkey_error *err)
+static lowkey_status create_stream(lowkey_activations_writer *writer, int i, enum lowkey_stream stream,
+                                   lowkey_error *err)
 {
     const lowkey_layer_desc *layer = &writer->layers[i];
     struct stream *to = &writer->streams[i][stream];
@@ -87,8 +97,8 @@ static lowkey_status create_stream(lowkey_activations_writer *writer, int i, enu
     return lowkey_h5_floats_create(writer->file, path, 3, dims, chunk, dtype, &to->data, err);
 }
 
-static lowkey_status create_layer(lowkey_activations_writer *writer, const struct lowkey_activations_info *info, int i,
-                                  lowkey_error *err)
+static lowkey_status create_layer(lowkey_activations_writer *writer,
+                                  const struct lowkey_activations_info *info, int i, lowkey_error *err)
 {
     char group[LOWKEY_H5_MAX_PATH];
     lowkey_h5_layer_path(info->layers[i].index, NULL, group);
@@ -100,8 +110,9 @@ static lowkey_status create_layer(lowkey_activations_writer *writer, const struc
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_activations_create(const char *path, const struct lowkey_activations_info *info, lowkey_dtype dtype,
-                                        lowkey_activations_writer **out, lowkey_error *err)
+lowkey_status lowkey_activations_create(const char *path, const struct lowkey_activations_info *info,
+                                        lowkey_dtype dtype, lowkey_activations_writer **out,
+                                        lowkey_error *err)
 {
     *out = NULL;
     LOWKEY_TRY(check_info(info, err));
@@ -115,7 +126,8 @@ lowkey_status lowkey_activations_create(const char *path, const struct lowkey_ac
     writer->streams = calloc((size_t)info->n_layers, sizeof *writer->streams);
     writer->scratch = malloc(CHUNK_BYTES);
     lowkey_status status = LOWKEY_OK;
-    if (!writer->layers || !writer->streams || !writer->scratch) status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
+    if (!writer->layers || !writer->streams || !writer->scratch)
+        status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
     if (!status) status = lowkey_h5_create(path, "activations", &writer->file, err);
     if (!status) status = write_root(writer->file, info, err);
     if (!status) status = lowkey_h5_put_group(writer->file, "/layers", err);
@@ -128,22 +140,24 @@ lowkey_status lowkey_activations_create(const char *path, const struct lowkey_ac
 /* ---- rows ---- */
 
 /* Add tokens first..first+n-1, none of which may be there yet. */
-static lowkey_status note_run(const lowkey_activations_writer *writer, struct stream *stream, int64_t first, int64_t n,
-                              lowkey_error *err)
+static lowkey_status note_run(const lowkey_activations_writer *writer, struct stream *stream, int64_t first,
+                              int64_t n, lowkey_error *err)
 {
     int at = 0;
     const int64_t end = first + n;
     while (at < stream->n_runs && stream->runs[at].end < first) at++;
     const int touches = at < stream->n_runs && stream->runs[at].end == first;
     const struct run *next = at + touches < stream->n_runs ? &stream->runs[at + touches] : NULL;
-    if ((at < stream->n_runs && !touches && stream->runs[at].begin < end) || (touches && next && next->begin < end))
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: tokens %" PRId64 "..%" PRId64 " were written before", lowkey_h5_path(writer->file),
-                           first, end - 1);
+    if ((at < stream->n_runs && !touches && stream->runs[at].begin < end) ||
+        (touches && next && next->begin < end))
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: tokens %" PRId64 "..%" PRId64 " were written before",
+                           lowkey_h5_path(writer->file), first, end - 1);
     if (touches) {
         stream->runs[at].end = end;
         if (!next || next->begin != end) return LOWKEY_OK;
         stream->runs[at].end = next->end;
-        memmove(&stream->runs[at + 1], &stream->runs[at + 2], (size_t)(stream->n_runs - at - 2) * sizeof *stream->runs);
+        memmove(&stream->runs[at + 1], &stream->runs[at + 2],
+                (size_t)(stream->n_runs - at - 2) * sizeof *stream->runs);
         stream->n_runs--;
         return LOWKEY_OK;
     }
@@ -182,8 +196,9 @@ static uint32_t is_bad(float x, uint32_t beyond, int is_weight)
     return ((lowkey_f32_bits(x) & 0x7fffffffu) >= beyond) | ((uint32_t)is_weight & (x < 0));
 }
 
-static lowkey_status check_rows(const lowkey_activations_writer *writer, int i, enum lowkey_stream stream, lowkey_dtype dtype,
-                                int64_t first, int64_t n_tokens, const float *rows, lowkey_error *err)
+static lowkey_status check_rows(const lowkey_activations_writer *writer, int i, enum lowkey_stream stream,
+                                lowkey_dtype dtype, int64_t first, int64_t n_tokens, const float *rows,
+                                lowkey_error *err)
 {
     static const char *const names[] = { [LOWKEY_F32] = "f32", [LOWKEY_F16] = "f16", [LOWKEY_BF16] = "bf16" };
     const lowkey_layer_desc *layer = &writer->layers[i];
@@ -195,16 +210,19 @@ static lowkey_status check_rows(const lowkey_activations_writer *writer, int i, 
     for (size_t k = 0; k < (size_t)n_tokens * row; k++) n_bad += is_bad(rows[k], beyond, is_weight);
     if (n_bad == 0) return LOWKEY_OK;
     while (!is_bad(rows[at], beyond, is_weight)) at++;
-    return lowkey_fail(err, LOWKEY_EINVAL, "%s: %s of layer %d, head %d, channel %d, token %" PRId64 ": expected a number that %s "
-                       "holds%s, found %g (%zu such in tokens %" PRId64 "..%" PRId64 ")", lowkey_h5_path(writer->file),
-                       lowkey_stream_names[stream], layer->index, (int)(at % row / head_dim), (int)(at % head_dim),
-                       first + (int64_t)(at / row), names[dtype], is_weight ? ", 0 or more" : "", (double)rows[at], n_bad, first,
-                       first + n_tokens - 1);
+    return lowkey_fail(
+        err, LOWKEY_EINVAL,
+        "%s: %s of layer %d, head %d, channel %d, token %" PRId64 ": expected a number that %s "
+        "holds%s, found %g (%zu such in tokens %" PRId64 "..%" PRId64 ")",
+        lowkey_h5_path(writer->file), lowkey_stream_names[stream], layer->index, (int)(at % row / head_dim),
+        (int)(at % head_dim), first + (int64_t)(at / row), names[dtype], is_weight ? ", 0 or more" : "",
+        (double)rows[at], n_bad, first, first + n_tokens - 1);
 }
 
 /* Tokens first.. of one head, within one chunk. rows: from token first, all heads. */
-static lowkey_status write_piece(lowkey_activations_writer *writer, int i, enum lowkey_stream stream, lowkey_dtype dtype, int head,
-                                 int64_t first, int64_t n_tokens, const float *rows, lowkey_error *err)
+static lowkey_status write_piece(lowkey_activations_writer *writer, int i, enum lowkey_stream stream,
+                                 lowkey_dtype dtype, int head, int64_t first, int64_t n_tokens,
+                                 const float *rows, lowkey_error *err)
 {
     struct stream *to = &writer->streams[i][stream];
     const size_t head_dim = (size_t)lowkey_stream_head_dim(&writer->layers[i], stream);
@@ -226,12 +244,13 @@ static lowkey_status write_piece(lowkey_activations_writer *writer, int i, enum 
     return lowkey_h5_floats_write_raw(to->data, start, count, writer->scratch, err);
 }
 
-lowkey_status lowkey_activations_write(lowkey_activations_writer *writer, int i, enum lowkey_stream stream, int64_t first,
-                                       int64_t n_tokens, const float *rows, lowkey_error *err)
+lowkey_status lowkey_activations_write(lowkey_activations_writer *writer, int i, enum lowkey_stream stream,
+                                       int64_t first, int64_t n_tokens, const float *rows, lowkey_error *err)
 {
-    if (i < 0 || i >= writer->n_layers || (unsigned)stream >= LOWKEY_N_STREAMS || !(writer->contents >> stream & 1) ||
-        n_tokens < 1 || first < 0 || first > writer->n_tokens - n_tokens)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: no tokens %" PRId64 "..%" PRId64 " of stream %d at layer number %d",
+    if (i < 0 || i >= writer->n_layers || (unsigned)stream >= LOWKEY_N_STREAMS ||
+        !(writer->contents >> stream & 1) || n_tokens < 1 || first < 0 || first > writer->n_tokens - n_tokens)
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: no tokens %" PRId64 "..%" PRId64 " of stream %d at layer number %d",
                            lowkey_h5_path(writer->file), first, first + n_tokens - 1, (int)stream, i);
     const lowkey_dtype dtype = stream <= LOWKEY_QUERY ? writer->dtype : LOWKEY_F32;
     const lowkey_layer_desc *layer = &writer->layers[i];
@@ -244,7 +263,8 @@ lowkey_status lowkey_activations_write(lowkey_activations_writer *writer, int i,
         const int64_t in_chunk = to->chunk_tokens - (first + done) % to->chunk_tokens;
         n = n_tokens - done < in_chunk ? n_tokens - done : in_chunk;
         for (int h = 0; h < n_heads; h++)
-            LOWKEY_TRY(write_piece(writer, i, stream, dtype, h, first + done, n, rows + (size_t)done * row, err));
+            LOWKEY_TRY(
+                write_piece(writer, i, stream, dtype, h, first + done, n, rows + (size_t)done * row, err));
     }
     return LOWKEY_OK;
 }
@@ -286,11 +306,13 @@ static lowkey_status check_complete(const lowkey_activations_writer *writer, low
         for (int s = 0; s < LOWKEY_N_STREAMS; s++) {
             const struct stream *stream = &writer->streams[i][s];
             if (!(writer->contents >> s & 1)) continue;
-            if (stream->n_runs == 1 && stream->runs[0].begin == 0 && stream->runs[0].end == writer->n_tokens) continue;
+            if (stream->n_runs == 1 && stream->runs[0].begin == 0 && stream->runs[0].end == writer->n_tokens)
+                continue;
             const int64_t missing = stream->n_runs && stream->runs[0].begin == 0 ? stream->runs[0].end : 0;
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: %s of layer %d: token %" PRId64 " of %" PRId64 " was not written",
-                               lowkey_h5_path(writer->file), lowkey_stream_names[s], writer->layers[i].index, missing,
-                               writer->n_tokens);
+            return lowkey_fail(err, LOWKEY_EINVAL,
+                               "%s: %s of layer %d: token %" PRId64 " of %" PRId64 " was not written",
+                               lowkey_h5_path(writer->file), lowkey_stream_names[s], writer->layers[i].index,
+                               missing, writer->n_tokens);
         }
     }
     return LOWKEY_OK;
@@ -298,7 +320,8 @@ static lowkey_status check_complete(const lowkey_activations_writer *writer, low
 
 /* Reads all rows again and compares the sums. */
 static lowkey_status verify_stream(const lowkey_activations_writer *writer, lowkey_activations *again, int i,
-                                   enum lowkey_stream stream, float *rows, int64_t room, const char *path, lowkey_error *err)
+                                   enum lowkey_stream stream, float *rows, int64_t room, const char *path,
+                                   lowkey_error *err)
 {
     const int n_heads = lowkey_stream_heads(&writer->layers[i], stream);
     const size_t row = (size_t)n_heads * (size_t)lowkey_stream_head_dim(&writer->layers[i], stream);
@@ -310,8 +333,8 @@ static lowkey_status verify_stream(const lowkey_activations_writer *writer, lowk
         checksum += lowkey_rows_checksum(rows, (size_t)first * row, (size_t)n * row);
     }
     if (checksum == writer->streams[i][stream].checksum) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EIO, "%s: %s of layer %d reads back as other numbers than were written", path,
-                       lowkey_stream_names[stream], writer->layers[i].index);
+    return lowkey_fail(err, LOWKEY_EIO, "%s: %s of layer %d reads back as other numbers than were written",
+                       path, lowkey_stream_names[stream], writer->layers[i].index);
 }
 
 static lowkey_status verify(void *arg, const char *temporary_path, lowkey_error *err)
@@ -327,11 +350,13 @@ static lowkey_status verify(void *arg, const char *temporary_path, lowkey_error 
     }
     room = room * 1024 < ROOM ? room * 1024 : ROOM;
     float *rows = malloc((size_t)room * sizeof *rows);
-    lowkey_status status = rows ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", temporary_path);
+    lowkey_status status = rows ? LOWKEY_OK
+                                : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", temporary_path);
     for (int i = 0; i < writer->n_layers; i++)
         for (int s = 0; s < LOWKEY_N_STREAMS && !status; s++)
             if (writer->contents >> s & 1)
-                status = verify_stream(writer, again, i, (enum lowkey_stream)s, rows, room, temporary_path, err);
+                status = verify_stream(writer, again, i, (enum lowkey_stream)s, rows, room, temporary_path,
+                                       err);
     free(rows);
     lowkey_activations_close(again);
     return status;

@@ -1,5 +1,5 @@
-/* dataset_h5.c - opens datasets of a file that is read, with type, shape, filters and storage checked. Before anything
- * is sized after a file's word, the file must be large enough to hold that much. */
+/* dataset_h5.c - opens datasets of a file that is read, with type, shape, filters and storage checked. Before
+ * anything is sized after a file's word, the file must be large enough to hold that much. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +28,8 @@ const char *lowkey_h5_print_shape(int rank, const int64_t *dims, char text[LOWKE
     return text;
 }
 
-static lowkey_status check_shape(lowkey_h5_floats *data, const char *expected, int rank, int64_t *dims, lowkey_error *err)
+static lowkey_status check_shape(lowkey_h5_floats *data, const char *expected, int rank, int64_t *dims,
+                                 lowkey_error *err)
 {
     int64_t found[32] = { 0 }; /* the most that HDF5 has */
     char shape[LOWKEY_H5_SHAPE];
@@ -46,8 +47,8 @@ static lowkey_status check_shape(lowkey_h5_floats *data, const char *expected, i
     for (int i = 0; i < rank; i++) {
         dims[i] = data->dims[i] = found[i];
         if (__builtin_mul_overflow(bytes, (uint64_t)found[i], &bytes) || bytes > (uint64_t)1 << 60)
-            return lowkey_h5_fail(data->file, err, "%s: expected %s, found %s, which no machine can hold", data->name, expected,
-                                  lowkey_h5_print_shape(rank, found, shape));
+            return lowkey_h5_fail(data->file, err, "%s: expected %s, found %s, which no machine can hold",
+                                  data->name, expected, lowkey_h5_print_shape(rank, found, shape));
     }
     data->rank = rank;
     data->bytes = bytes;
@@ -66,7 +67,8 @@ static const char *filter_name(H5Z_filter_t filter, const char *in_file)
     return in_file[0] ? in_file : "without a name";
 }
 
-static lowkey_status check_filters(lowkey_h5_floats *data, hid_t creation, int *is_deflated, lowkey_error *err)
+static lowkey_status check_filters(lowkey_h5_floats *data, hid_t creation, int *is_deflated,
+                                   lowkey_error *err)
 {
     const int n = H5Pget_nfilters(creation);
     *is_deflated = 0;
@@ -74,14 +76,18 @@ static lowkey_status check_filters(lowkey_h5_floats *data, hid_t creation, int *
         char name[40] = "";
         unsigned flags, config;
         size_t n_values = 0;
-        const H5Z_filter_t filter = H5Pget_filter2(creation, (unsigned)i, &flags, &n_values, NULL, sizeof name, name, &config);
+        const H5Z_filter_t filter = H5Pget_filter2(creation, (unsigned)i, &flags, &n_values, NULL,
+                                                   sizeof name, name, &config);
         name[sizeof name - 1] = 0;
         if (filter != H5Z_FILTER_DEFLATE && filter != H5Z_FILTER_SHUFFLE && filter != H5Z_FILTER_FLETCHER32)
-            return lowkey_h5_fail(data->file, err, "%s: expected no filters but deflate, shuffle and Fletcher-32, found filter %s "
-                                  "(number %d); h5repack can rewrite the file", data->name, filter_name(filter, name), filter);
+            return lowkey_h5_fail(
+                data->file, err,
+                "%s: expected no filters but deflate, shuffle and Fletcher-32, found filter %s "
+                "(number %d); h5repack can rewrite the file",
+                data->name, filter_name(filter, name), filter);
         if (H5Zfilter_avail(filter) <= 0)
-            return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "%s: %s: the HDF5 library here lacks the filter %s", data->file->path,
-                               data->name, filter == H5Z_FILTER_DEFLATE ? "deflate" : name);
+            return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "%s: %s: the HDF5 library here lacks the filter %s",
+                               data->file->path, data->name, filter == H5Z_FILTER_DEFLATE ? "deflate" : name);
         if (filter == H5Z_FILTER_DEFLATE) *is_deflated = 1;
     }
     return LOWKEY_OK;
@@ -96,17 +102,21 @@ static lowkey_status check_chunks(lowkey_h5_floats *data, hid_t creation, lowkey
     int good = rank == data->rank;
     for (int i = 0; good && i < rank; i++) {
         good = chunk[i] > 0 && !__builtin_mul_overflow(bytes, chunk[i], &bytes) && bytes <= MAX_CHUNK_BYTES;
-        if (good) expected *= ((uint64_t)data->dims[i] + chunk[i] - 1) / chunk[i]; /* <= elements: cannot overflow */
+        if (good)
+            expected *= ((uint64_t)data->dims[i] + chunk[i] - 1) /
+                        chunk[i]; /* <= elements: cannot overflow */
     }
     if (!good)
-        return lowkey_h5_fail(data->file, err, "%s: expected chunks of at most %d MiB, found larger ones", data->name,
-                              MAX_CHUNK_BYTES >> 20);
+        return lowkey_h5_fail(data->file, err, "%s: expected chunks of at most %d MiB, found larger ones",
+                              data->name, MAX_CHUNK_BYTES >> 20);
     LOWKEY_CLOSED hid_t space = H5Dget_space(data->id); /* H5S_ALL is refused by HDF5 1.10 */
     if (H5Dget_num_chunks(data->id, space, &found) < 0 || found != expected)
-        return lowkey_h5_fail(data->file, err, "%s: expected %" PRIu64 " chunks, found %" PRIu64 ": not all of it was written",
+        return lowkey_h5_fail(data->file, err,
+                              "%s: expected %" PRIu64 " chunks, found %" PRIu64 ": not all of it was written",
                               data->name, expected, (uint64_t)found);
     data->chunk_row_bytes = bytes;
-    for (int i = 1; i < rank; i++) data->chunk_row_bytes *= ((uint64_t)data->dims[i] + chunk[i] - 1) / chunk[i];
+    for (int i = 1; i < rank; i++)
+        data->chunk_row_bytes *= ((uint64_t)data->dims[i] + chunk[i] - 1) / chunk[i];
     return LOWKEY_OK;
 }
 
@@ -126,7 +136,8 @@ static lowkey_status check_storage(lowkey_h5_floats *data, lowkey_error *err)
     const int fits = layout == H5D_CHUNKED ? data->bytes / (is_deflated ? DEFLATE_RATIO : 1) <= file_bytes
                                            : stored == data->bytes && stored <= file_bytes;
     if (fits) return LOWKEY_OK;
-    return lowkey_h5_fail(data->file, err, "%s: expected %" PRIu64 " bytes of data, found %" PRIu64 " in a file of %" PRIu64,
+    return lowkey_h5_fail(data->file, err,
+                          "%s: expected %" PRIu64 " bytes of data, found %" PRIu64 " in a file of %" PRIu64,
                           data->name, data->bytes, stored, file_bytes);
 }
 
@@ -136,26 +147,31 @@ static lowkey_status check_type(lowkey_h5_floats *data, int want_int, const char
     static const char *const only_dtype[] = { "dtype", NULL }, *const none[] = { NULL };
     char words[LOWKEY_H5_WORDS];
     data->number = lowkey_h5_classify(data->type, words);
-    const int may_be_bf16 = !want_int && data->number.kind == LOWKEY_H5_INT && data->number.bytes == 2 && !data->number.is_signed;
+    const int may_be_bf16 = !want_int && data->number.kind == LOWKEY_H5_INT && data->number.bytes == 2 &&
+                            !data->number.is_signed;
     LOWKEY_TRY(lowkey_h5_refuse_others(data->file, data->name, NULL, may_be_bf16 ? only_dtype : none, err));
     if (may_be_bf16) {
         static const char *const bf16[] = { "bf16", NULL };
         int which;
         if (H5Aexists(data->id, "dtype") == 0)
-            return lowkey_h5_fail(data->file, err, "%s: expected %s, found uint16 without attribute dtype; bf16 in uint16 needs "
-                                  "dtype = 'bf16'", data->name, expected);
+            return lowkey_h5_fail(
+                data->file, err,
+                "%s: expected %s, found uint16 without attribute dtype; bf16 in uint16 needs "
+                "dtype = 'bf16'",
+                data->name, expected);
         LOWKEY_TRY(lowkey_h5_get_choice(data->file, data->name, "dtype", bf16, &which, err));
         data->number.kind = LOWKEY_H5_BF16;
     }
     if (data->number.kind == LOWKEY_H5_OTHER || (data->number.kind == LOWKEY_H5_INT) != want_int)
         return lowkey_h5_fail(data->file, err, "%s: expected %s, found %s", data->name, expected, words);
     if (data->flags & LOWKEY_H5_NO_F16 && data->number.kind == LOWKEY_H5_F16)
-        return lowkey_h5_fail(data->file, err, "%s: expected bf16, f32 or f64, found f16, which underflows", data->name);
+        return lowkey_h5_fail(data->file, err, "%s: expected bf16, f32 or f64, found f16, which underflows",
+                              data->name);
     return LOWKEY_OK;
 }
 
-/* A cache that holds a row of chunks: HDF5 reads chunks that fit in whole, and others in pieces as small as a head's
- * channels, a system call each. */
+/* A cache that holds a row of chunks: HDF5 reads chunks that fit in whole, and others in pieces as small as a
+ * head's channels, a system call each. */
 static lowkey_status reopen_with_cache(lowkey_h5_floats *data, lowkey_error *err)
 {
     char reason[LOWKEY_H5_REASON];
@@ -171,10 +187,12 @@ static lowkey_status reopen_with_cache(lowkey_h5_floats *data, lowkey_error *err
     return lowkey_h5_fail(data->file, err, "%s: cannot be opened (%s)", data->name, lowkey_h5_reason(reason));
 }
 
-static lowkey_status open_checked(lowkey_h5_floats *data, int want_int, int rank, int64_t *dims, lowkey_error *err)
+static lowkey_status open_checked(lowkey_h5_floats *data, int want_int, int rank, int64_t *dims,
+                                  lowkey_error *err)
 {
     char shape[LOWKEY_H5_SHAPE], expected[LOWKEY_H5_SHAPE + 16];
-    snprintf(expected, sizeof expected, "%s %s", want_int ? "int" : "float", lowkey_h5_print_shape(rank, dims, shape));
+    snprintf(expected, sizeof expected, "%s %s", want_int ? "int" : "float",
+             lowkey_h5_print_shape(rank, dims, shape));
     LOWKEY_TRY(lowkey_h5_find(data->file, data->name, H5I_DATASET, expected, &data->id, err));
     data->type = H5Dget_type(data->id);
     LOWKEY_TRY(check_type(data, want_int, expected, err));
@@ -223,7 +241,10 @@ void lowkey_h5_floats_close(lowkey_h5_floats *data)
 const char *lowkey_h5_floats_type(const lowkey_h5_floats *data)
 {
     const enum lowkey_h5_kind kind = data->number.kind;
-    return kind == LOWKEY_H5_F16 ? "f16" : kind == LOWKEY_H5_BF16 ? "bf16" : kind == LOWKEY_H5_F32 ? "f32" : "f64";
+    return kind == LOWKEY_H5_F16    ? "f16"
+           : kind == LOWKEY_H5_BF16 ? "bf16"
+           : kind == LOWKEY_H5_F32  ? "f32"
+                                    : "f64";
 }
 
 lowkey_status lowkey_h5_get_shape(lowkey_h5 *file, const char *dataset, int is_int, int rank, int64_t *dims,
@@ -235,8 +256,8 @@ lowkey_status lowkey_h5_get_shape(lowkey_h5 *file, const char *dataset, int is_i
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_h5_floats_open(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, unsigned flags,
-                                    lowkey_h5_floats **out, lowkey_error *err)
+lowkey_status lowkey_h5_floats_open(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                    unsigned flags, lowkey_h5_floats **out, lowkey_error *err)
 {
     int64_t found[LOWKEY_H5_MAX_RANK];
     memcpy(found, dims, (size_t)rank * sizeof *dims);

@@ -1,6 +1,6 @@
-/* disk_h5.c - the driver through which HDF5 writes our files. It differs from HDF5's own in one thing: after the first
- * write that fails, it remembers why and drops all further ones. HDF5 itself cannot close a file that it cannot write
- * out (a full disk leaves it open until the program's end, and then complains aloud). */
+/* disk_h5.c - the driver through which HDF5 writes our files. It differs from HDF5's own in one thing: after
+ * the first write that fails, it remembers why and drops all further ones. HDF5 itself cannot close a file
+ * that it cannot write out (a full disk leaves it open until the program's end, and then complains aloud). */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,7 +75,8 @@ static haddr_t disk_get_eof(const H5FD_t *file, H5FD_mem_t type)
     return ((const struct disk *)file)->eof;
 }
 
-static herr_t disk_read(H5FD_t *file, H5FD_mem_t type, hid_t transfer, haddr_t address, size_t size, void *buffer)
+static herr_t disk_read(H5FD_t *file, H5FD_mem_t type, hid_t transfer, haddr_t address, size_t size,
+                        void *buffer)
 {
     (void)type, (void)transfer;
     const struct disk *disk = (const struct disk *)file;
@@ -91,7 +92,8 @@ static herr_t disk_read(H5FD_t *file, H5FD_mem_t type, hid_t transfer, haddr_t a
     return 0;
 }
 
-static herr_t disk_write(H5FD_t *file, H5FD_mem_t type, hid_t transfer, haddr_t address, size_t size, const void *buffer)
+static herr_t disk_write(H5FD_t *file, H5FD_mem_t type, hid_t transfer, haddr_t address, size_t size,
+                         const void *buffer)
 {
     (void)type, (void)transfer;
     struct disk *disk = (struct disk *)file;
@@ -110,7 +112,8 @@ static herr_t disk_truncate(H5FD_t *file, hid_t transfer, hbool_t closing)
 {
     (void)transfer, (void)closing;
     struct disk *disk = (struct disk *)file;
-    if (disk->eof != disk->eoa && !*disk->error && ftruncate(disk->fd, (off_t)disk->eoa) != 0) *disk->error = errno;
+    if (disk->eof != disk->eoa && !*disk->error && ftruncate(disk->fd, (off_t)disk->eoa) != 0)
+        *disk->error = errno;
     disk->eof = disk->eoa;
     return 0;
 }
@@ -148,6 +151,6 @@ lowkey_status lowkey_h5_use_disk(lowkey_h5 *file, hid_t access, lowkey_error *er
 lowkey_status lowkey_h5_check_disk(const lowkey_h5 *file, lowkey_error *err)
 {
     if (!file->disk_error) return LOWKEY_OK;
-    return lowkey_fail(err, file->disk_error == ENOMEM ? LOWKEY_ENOMEM : LOWKEY_EIO, "%s: cannot be written: %s", file->path,
-                       strerror(file->disk_error));
+    return lowkey_fail(err, file->disk_error == ENOMEM ? LOWKEY_ENOMEM : LOWKEY_EIO,
+                       "%s: cannot be written: %s", file->path, strerror(file->disk_error));
 }

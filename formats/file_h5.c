@@ -1,5 +1,6 @@
-/* file_h5.c - opens HDF5 files of ours, finds and lists what is in them. Nothing a file says is trusted: what is not
- * a regular file of HDF5 is refused before HDF5 opens it, and objects are reached through hard links alone. */
+/* file_h5.c - opens HDF5 files of ours, finds and lists what is in them. Nothing a file says is trusted: what
+ * is not a regular file of HDF5 is refused before HDF5 opens it, and objects are reached through hard links
+ * alone. */
 #include "formats/file_h5.h"
 
 #include <errno.h>
@@ -97,8 +98,11 @@ lowkey_status lowkey_h5_check_regular(const char *path, lowkey_error *err)
     const size_t n = fread(begin, 1, sizeof begin, stream);
     fclose(stream);
     if (n < sizeof begin || memcmp(begin, signature, sizeof begin) != 0)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: not an HDF5 file: expected its signature, found %s", path,
-                           n == 0 ? "an empty file" : n < sizeof begin ? "a file of less than 8 bytes" : "other bytes");
+        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: not an HDF5 file: expected its signature, found %s",
+                           path,
+                           n == 0             ? "an empty file"
+                           : n < sizeof begin ? "a file of less than 8 bytes"
+                                              : "other bytes");
     return LOWKEY_OK;
 }
 
@@ -112,7 +116,8 @@ static lowkey_status open_hdf5(lowkey_h5 *file, lowkey_error *err)
 #endif
     file->id = H5Fopen(file->path, H5F_ACC_RDONLY, access);
     if (file->id >= 0) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EFORMAT, "%s: HDF5 cannot open it, is it cut off or damaged, or being written? (%s)",
+    return lowkey_fail(err, LOWKEY_EFORMAT,
+                       "%s: HDF5 cannot open it, is it cut off or damaged, or being written? (%s)",
                        file->path, lowkey_h5_reason(reason));
 }
 
@@ -137,7 +142,8 @@ lowkey_status lowkey_h5_open(const char *path, const char *schema, lowkey_h5 **o
     LOWKEY_TRY(lowkey_h5_check_regular(path, err));
     lowkey_h5 *file = calloc(1, sizeof *file);
     if (file) file->id = -1, file->fd = -1, file->path = strdup(path);
-    lowkey_status status = file && file->path ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
+    lowkey_status status = file && file->path ? LOWKEY_OK
+                                              : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
     if (!status) status = open_hdf5(file, err);
     if (!status) status = check_schema(file, schema, err);
     if (!status) status = lowkey_h5_check_version(file, err);
@@ -208,7 +214,8 @@ static lowkey_status check_links(lowkey_h5 *file, const char *path, const char *
         if (H5Lexists(file->id, prefix, H5P_DEFAULT) <= 0) {
             char found[160];
             list_group_of(file, prefix, found, sizeof found);
-            return lowkey_h5_fail(file, err, "%s: missing: expected %s, found %s there", path, expected, found);
+            return lowkey_h5_fail(file, err, "%s: missing: expected %s, found %s there", path, expected,
+                                  found);
         }
         if (H5Lget_info(file->id, prefix, &info, H5P_DEFAULT) < 0 || info.type != H5L_TYPE_HARD)
             return lowkey_h5_fail(file, err, "%s: expected %s, found a link to elsewhere", path, expected);
@@ -216,8 +223,8 @@ static lowkey_status check_links(lowkey_h5 *file, const char *path, const char *
     }
 }
 
-lowkey_status lowkey_h5_find(lowkey_h5 *file, const char *path, H5I_type_t type, const char *expected, hid_t *out,
-                             lowkey_error *err)
+lowkey_status lowkey_h5_find(lowkey_h5 *file, const char *path, H5I_type_t type, const char *expected,
+                             hid_t *out, lowkey_error *err)
 {
     char reason[LOWKEY_H5_REASON];
     *out = -1;
@@ -256,7 +263,8 @@ static herr_t visit_attribute(hid_t object, const char *name, const H5A_info_t *
     return visit_link(object, name, NULL, arg);
 }
 
-/* Links come in no order: for one HDF5 1.10 makes a table, and frees what it never filled where the file is damaged. */
+/* Links come in no order: for one HDF5 1.10 makes a table, and frees what it never filled where the file is
+ * damaged. */
 static lowkey_status visit_all(lowkey_h5 *file, const char *object, int attributes, struct visit *visit)
 {
     LOWKEY_QUIET;
@@ -268,13 +276,14 @@ static lowkey_status visit_all(lowkey_h5 *file, const char *object, int attribut
                                   : H5Literate(id, H5_INDEX_NAME, H5_ITER_NATIVE, &at, visit_link, visit);
     if (visit->status) return visit->status;
     if (end < 0)
-        return lowkey_h5_fail(file, visit->err, "%s: cannot be listed (%s)", object, lowkey_h5_reason(reason));
+        return lowkey_h5_fail(file, visit->err, "%s: cannot be listed (%s)", object,
+                              lowkey_h5_reason(reason));
     return LOWKEY_OK;
 }
 
 lowkey_status lowkey_h5_for_each(lowkey_h5 *file, const char *group,
-                                 lowkey_status (*visit)(void *arg, const char *name, lowkey_error *err), void *arg,
-                                 lowkey_error *err)
+                                 lowkey_status (*visit)(void *arg, const char *name, lowkey_error *err),
+                                 void *arg, lowkey_error *err)
 {
     return visit_all(file, group, 0, &(struct visit){ .visit = visit, .arg = arg, .err = err });
 }
@@ -295,8 +304,9 @@ static lowkey_status refuse_unnamed(void *arg, const char *name, lowkey_error *e
         if (used < sizeof expected)
             used += (size_t)snprintf(expected + used, sizeof expected - used, "%s%s", used ? ", " : "", *n);
     }
-    return lowkey_h5_fail(allowed->file, err, "%s: unknown %s %.60s; expected %s%s", allowed->object, allowed->what, name,
-                          expected[0] ? expected : "none", used >= sizeof expected ? "..." : "");
+    return lowkey_h5_fail(allowed->file, err, "%s: unknown %s %.60s; expected %s%s", allowed->object,
+                          allowed->what, name, expected[0] ? expected : "none",
+                          used >= sizeof expected ? "..." : "");
 }
 
 static lowkey_status refuse_unnamed_attribute(void *arg, const char *name, lowkey_error *err)
@@ -315,11 +325,13 @@ lowkey_status lowkey_h5_refuse_others(lowkey_h5 *file, const char *group, const 
     if (file->ignores_unknown) return LOWKEY_OK;
     struct allowed allowed = { file, group, "object", objects };
     if (objects)
-        LOWKEY_TRY(visit_all(file, group, 0, &(struct visit){ .visit = refuse_unnamed, .arg = &allowed, .err = err }));
+        LOWKEY_TRY(visit_all(file, group, 0,
+                             &(struct visit) { .visit = refuse_unnamed, .arg = &allowed, .err = err }));
     allowed.what = "attribute";
     allowed.names = attributes;
     if (attributes)
-        LOWKEY_TRY(visit_all(file, group, 1,
-                             &(struct visit){ .visit = refuse_unnamed_attribute, .arg = &allowed, .err = err }));
+        LOWKEY_TRY(
+            visit_all(file, group, 1,
+                      &(struct visit) { .visit = refuse_unnamed_attribute, .arg = &allowed, .err = err }));
     return LOWKEY_OK;
 }

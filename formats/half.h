@@ -1,9 +1,10 @@
-/* half.h - f16, bf16, E4M3, E5M2 and E2M1 <-> f32: exact one way, round to nearest, ties to even the other way.
- * For C and CUDA both; no tables, and no arithmetic that a flush-to-zero mode could change. Subnormals are kept.
+/* half.h - f16, bf16, E4M3, E5M2 and E2M1 <-> f32: exact one way, round to nearest, ties to even the other
+ * way. For C and CUDA both; no tables, and no arithmetic that a flush-to-zero mode could change. Subnormals
+ * are kept.
  *
- * One body serves all five: a sign bit, exponent bits, mantissa bits, bias 2^(exponent bits - 1) - 1, and a rule
- * for the codes at the top. Every argument but the number is a constant, so the compiler makes a version of each.
- * NaN stays NaN, quiet, with its sign and the top of its payload (as the F16C instructions do). */
+ * One body serves all five: a sign bit, exponent bits, mantissa bits, bias 2^(exponent bits - 1) - 1, and a
+ * rule for the codes at the top. Every argument but the number is a constant, so the compiler makes a version
+ * of each. NaN stays NaN, quiet, with its sign and the top of its payload (as the F16C instructions do). */
 #ifndef LOWKEY_HALF_H
 #define LOWKEY_HALF_H
 
@@ -53,19 +54,22 @@ LOWKEY_INLINE float lowkey_small_decode(uint32_t code, int exponent_bits, int ma
     const uint32_t moved = magnitude << (23 - mantissa_bits), raise = (uint32_t)(127 - bias) << 23;
     /* A subnormal is the mantissa under the leading one of the smallest normal number, less that number. */
     const uint32_t smallest = raise + 0x00800000u;
-    const uint32_t subnormal = lowkey_f32_bits(lowkey_f32_from_bits(smallest + moved) - lowkey_f32_from_bits(smallest));
+    const uint32_t subnormal = lowkey_f32_bits(lowkey_f32_from_bits(smallest + moved) -
+                                               lowkey_f32_from_bits(smallest));
     const uint32_t quiet = (uint32_t)((magnitude & ((1u << mantissa_bits) - 1)) != 0) << 22;
-    const uint32_t is_normal = 0u - (uint32_t)(magnitude >> mantissa_bits != 0); /* masks: ?: would be branches again */
-    const uint32_t is_special = 0u - (uint32_t)(magnitude > lowkey_largest_code(exponent_bits, mantissa_bits, top));
+    const uint32_t is_normal = 0u - (uint32_t)(magnitude >> mantissa_bits !=
+                                               0); /* masks: ?: would be branches again */
+    const uint32_t is_special = 0u - (uint32_t)(magnitude >
+                                                lowkey_largest_code(exponent_bits, mantissa_bits, top));
     const uint32_t finite = bias == 127 ? moved : ((moved + raise) & is_normal) | (subnormal & ~is_normal);
     const uint32_t special = 0x7f800000u | moved | quiet;
     return lowkey_f32_from_bits(sign | (special & is_special) | (finite & ~is_special));
 }
 
-/* What rounds beyond the largest value, infinities too, becomes the largest value and *n_saturated one more (where it
- * is not NULL) if saturate; else infinity, which IEEE formats alone have. */
-LOWKEY_INLINE uint32_t lowkey_small_encode(float x, int exponent_bits, int mantissa_bits, int top, int saturate,
-                                           uint64_t *n_saturated)
+/* What rounds beyond the largest value, infinities too, becomes the largest value and *n_saturated one more
+ * (where it is not NULL) if saturate; else infinity, which IEEE formats alone have. */
+LOWKEY_INLINE uint32_t lowkey_small_encode(float x, int exponent_bits, int mantissa_bits, int top,
+                                           int saturate, uint64_t *n_saturated)
 {
     const int width = exponent_bits + mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
     const uint32_t bits = lowkey_f32_bits(x), magnitude = bits & 0x7fffffffu;
@@ -76,8 +80,9 @@ LOWKEY_INLINE uint32_t lowkey_small_encode(float x, int exponent_bits, int manti
         const uint32_t quiet = 1u << (mantissa_bits - 1), payload = magnitude >> (23 - mantissa_bits);
         return sign | (last - (1u << mantissa_bits) + 1) | quiet | (payload & ((1u << mantissa_bits) - 1));
     }
-    /* The exponent of the result, as f32 has it, is that of x or the smallest normal one. The mantissa with its
-     * leading one is shifted to that exponent and rounded; a carry out of it runs into the exponent, as it should. */
+    /* The exponent of the result, as f32 has it, is that of x or the smallest normal one. The mantissa with
+     * its leading one is shifted to that exponent and rounded; a carry out of it runs into the exponent, as
+     * it should. */
     const int of_x = (int)(magnitude >> 23) > 1 ? (int)(magnitude >> 23) : 1, smallest = 128 - bias;
     const int exponent = of_x > smallest ? of_x : smallest;
     const int shift = 23 - mantissa_bits + exponent - of_x;
@@ -92,11 +97,26 @@ LOWKEY_INLINE uint32_t lowkey_small_encode(float x, int exponent_bits, int manti
     return sign | largest;
 }
 
-LOWKEY_INLINE float lowkey_f16_to_f32(uint16_t code) { return lowkey_small_decode(code, 5, 10, LOWKEY_TOP_IEEE); }
-LOWKEY_INLINE float lowkey_bf16_to_f32(uint16_t code) { return lowkey_small_decode(code, 8, 7, LOWKEY_TOP_IEEE); }
-LOWKEY_INLINE float lowkey_e4m3_to_f32(uint8_t code) { return lowkey_small_decode(code, 4, 3, LOWKEY_TOP_NAN); }
-LOWKEY_INLINE float lowkey_e5m2_to_f32(uint8_t code) { return lowkey_small_decode(code, 5, 2, LOWKEY_TOP_IEEE); }
-LOWKEY_INLINE float lowkey_e2m1_to_f32(uint8_t code) { return lowkey_small_decode(code, 2, 1, LOWKEY_TOP_NUMBERS); }
+LOWKEY_INLINE float lowkey_f16_to_f32(uint16_t code)
+{
+    return lowkey_small_decode(code, 5, 10, LOWKEY_TOP_IEEE);
+}
+LOWKEY_INLINE float lowkey_bf16_to_f32(uint16_t code)
+{
+    return lowkey_small_decode(code, 8, 7, LOWKEY_TOP_IEEE);
+}
+LOWKEY_INLINE float lowkey_e4m3_to_f32(uint8_t code)
+{
+    return lowkey_small_decode(code, 4, 3, LOWKEY_TOP_NAN);
+}
+LOWKEY_INLINE float lowkey_e5m2_to_f32(uint8_t code)
+{
+    return lowkey_small_decode(code, 5, 2, LOWKEY_TOP_IEEE);
+}
+LOWKEY_INLINE float lowkey_e2m1_to_f32(uint8_t code)
+{
+    return lowkey_small_decode(code, 2, 1, LOWKEY_TOP_NUMBERS);
+}
 
 /* As IEEE 754 has it: what rounds beyond the largest value becomes infinity. */
 LOWKEY_INLINE uint16_t lowkey_f32_to_f16(float x)

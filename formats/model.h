@@ -25,8 +25,8 @@ typedef struct lowkey_model {
 
 /* verify != 0: also recompute the SHA-256 over the tensors and refuse a file whose attribute differs. */
 lowkey_status lowkey_model_open(const char *path, int verify, lowkey_model **out, lowkey_error *err);
-/* All but the weights, which are NULL; their types and shapes are checked. verify != 0: also reads them, one by one, refuses
- * what is not finite, and compares the SHA-256. */
+/* All but the weights, which are NULL; their types and shapes are checked. verify != 0: also reads them, one
+ * by one, refuses what is not finite, and compares the SHA-256. */
 lowkey_status lowkey_model_describe(const char *path, int verify, lowkey_model **out, lowkey_error *err);
 void lowkey_model_free(lowkey_model *model);
 

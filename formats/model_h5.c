@@ -1,5 +1,5 @@
-/* model_h5.c - model.h5: a decoder's weights, f32 in memory whatever the file holds. One table names all tensors, in the
- * order in which the model's SHA-256 takes them; reading and hashing walk it alike. */
+/* model_h5.c - model.h5: a decoder's weights, f32 in memory whatever the file holds. One table names all
+ * tensors, in the order in which the model's SHA-256 takes them; reading and hashing walk it alike. */
 #include <inttypes.h>
 #include <limits.h>
 #include <stddef.h>
@@ -13,10 +13,14 @@
 #include "formats/sha256.h"
 #include "runtime/error.h"
 
-static const char *const attributes[] = {
-    "n_layers", "model_name", "model_sha256", "architecture", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
-    "tied_output", "attention_bias", "qk_norm", "bos_token_id", "eos_token_id", "source", "license", NULL
-};
+static const char *const attributes[] = { "n_layers",     "model_name",
+                                          "model_sha256", "architecture",
+                                          "hidden_size",  "intermediate_size",
+                                          "vocab_size",   "rms_norm_eps",
+                                          "tied_output",  "attention_bias",
+                                          "qk_norm",      "bos_token_id",
+                                          "eos_token_id", "source",
+                                          "license",      NULL };
 
 enum size { NONE, HIDDEN, INTERMEDIATE, QUERY, KEY, VALUE, ATTENDED, HEAD };
 enum condition { ALWAYS, WITH_BIAS, WITH_QK_NORM };
@@ -48,7 +52,8 @@ enum { N_LAYER_TENSORS = sizeof layer_tensors / sizeof layer_tensors[0] };
 
 static int is_there(const lowkey_model *model, const struct layer_tensor *tensor)
 {
-    return tensor->condition == ALWAYS || (tensor->condition == WITH_BIAS ? model->attention_bias : model->qk_norm);
+    return tensor->condition == ALWAYS ||
+           (tensor->condition == WITH_BIAS ? model->attention_bias : model->qk_norm);
 }
 
 static int64_t size_of(const lowkey_model *model, const lowkey_layer_desc *layer, enum size size)
@@ -65,7 +70,8 @@ static int64_t size_of(const lowkey_model *model, const lowkey_layer_desc *layer
     }
 }
 
-typedef lowkey_status visit_fn(void *arg, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err);
+typedef lowkey_status visit_fn(void *arg, const char *path, int rank, const int64_t *dims, float **values,
+                               lowkey_error *err);
 
 static lowkey_status for_each_tensor(lowkey_model *model, visit_fn *visit, void *arg, lowkey_error *err)
 {
@@ -96,24 +102,29 @@ static lowkey_status read_attributes(lowkey_h5 *file, lowkey_model *model, lowke
     LOWKEY_TRY(lowkey_h5_get_choice(file, "/", "architecture", architectures, &architecture, err));
     LOWKEY_TRY(lowkey_h5_read_identity(file, &model->n_layers, &model->name, model->sha256, err));
     LOWKEY_TRY(lowkey_h5_get_small(file, "/", "hidden_size", 1, INT_MAX, &model->hidden_size, err));
-    LOWKEY_TRY(lowkey_h5_get_small(file, "/", "intermediate_size", 1, INT_MAX, &model->intermediate_size, err));
+    LOWKEY_TRY(
+        lowkey_h5_get_small(file, "/", "intermediate_size", 1, INT_MAX, &model->intermediate_size, err));
     LOWKEY_TRY(lowkey_h5_get_small(file, "/", "vocab_size", 1, INT_MAX, &model->vocab_size, err));
     LOWKEY_TRY(lowkey_h5_get_double(file, "/", "rms_norm_eps", &model->rms_norm_eps, err));
     LOWKEY_TRY(lowkey_h5_get_small(file, "/", "tied_output", 0, 1, &model->tied_output, err));
     LOWKEY_TRY(lowkey_h5_get_small(file, "/", "attention_bias", 0, 1, &model->attention_bias, err));
     LOWKEY_TRY(lowkey_h5_get_small(file, "/", "qk_norm", 0, 1, &model->qk_norm, err));
-    LOWKEY_TRY(lowkey_h5_get_small(file, "/", "bos_token_id", -1, model->vocab_size - 1, &model->bos_token_id, err));
-    LOWKEY_TRY(lowkey_h5_get_small(file, "/", "eos_token_id", -1, model->vocab_size - 1, &model->eos_token_id, err));
+    LOWKEY_TRY(
+        lowkey_h5_get_small(file, "/", "bos_token_id", -1, model->vocab_size - 1, &model->bos_token_id, err));
+    LOWKEY_TRY(
+        lowkey_h5_get_small(file, "/", "eos_token_id", -1, model->vocab_size - 1, &model->eos_token_id, err));
     LOWKEY_TRY(lowkey_h5_get_string(file, "/", "source", &model->source, err));
     LOWKEY_TRY(lowkey_h5_get_string(file, "/", "license", &model->license, err));
     if (model->rms_norm_eps >= 0) return LOWKEY_OK;
-    return lowkey_h5_fail(file, err, "/: attribute rms_norm_eps: expected at least 0, found %g", model->rms_norm_eps);
+    return lowkey_h5_fail(file, err, "/: attribute rms_norm_eps: expected at least 0, found %g",
+                          model->rms_norm_eps);
 }
 
 /* The groups of all layers, their geometry, and nothing in them or in the root that does not belong there. */
 static lowkey_status read_geometries(lowkey_h5 *file, lowkey_model *model, lowkey_error *err)
 {
-    const char *const root[] = { "layers", "token_embedding", "final_norm", model->tied_output ? NULL : "output", NULL };
+    const char *const root[] = { "layers", "token_embedding", "final_norm",
+                                 model->tied_output ? NULL : "output", NULL };
     const char *names[N_LAYER_TENSORS + 1] = { NULL };
     for (int i = 0, n = 0; i < N_LAYER_TENSORS; i++)
         if (is_there(model, &layer_tensors[i])) names[n++] = layer_tensors[i].name;
@@ -122,7 +133,8 @@ static lowkey_status read_geometries(lowkey_h5 *file, lowkey_model *model, lowke
     model->geometry = calloc((size_t)model->n_layers, sizeof *model->geometry);
     model->layers = calloc((size_t)model->n_layers, sizeof *model->layers);
     if (!model->geometry || !model->layers)
-        return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory for %d layers", lowkey_h5_path(file), model->n_layers);
+        return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory for %d layers", lowkey_h5_path(file),
+                           model->n_layers);
     for (int l = 0; l < model->n_layers; l++) {
         LOWKEY_TRY(lowkey_h5_read_geometry(file, l, &model->geometry[l], err));
         LOWKEY_TRY(lowkey_h5_refuse_layer_others(file, &model->geometry[l], names, err));
@@ -130,29 +142,33 @@ static lowkey_status read_geometries(lowkey_h5 *file, lowkey_model *model, lowke
     return LOWKEY_OK;
 }
 
-static lowkey_status read_tensor(void *file, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err)
+static lowkey_status read_tensor(void *file, const char *path, int rank, const int64_t *dims, float **values,
+                                 lowkey_error *err)
 {
     return lowkey_h5_read_new_f32(file, path, rank, dims, 0, values, err);
 }
 
-static lowkey_status check_tensor(void *file, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err)
+static lowkey_status check_tensor(void *file, const char *path, int rank, const int64_t *dims, float **values,
+                                  lowkey_error *err)
 {
     int64_t found[2] = { dims[0], dims[rank - 1] };
     (void)values;
     return lowkey_h5_get_shape(file, path, 0, rank, found, err);
 }
 
-static void add_to_hash(lowkey_sha256 *sha256, const char *path, int rank, const int64_t *dims, const float *values)
+static void add_to_hash(lowkey_sha256 *sha256, const char *path, int rank, const int64_t *dims,
+                        const float *values)
 {
     char head[LOWKEY_H5_MAX_PATH + 64];
-    const int n = rank == 1 ? snprintf(head, sizeof head, "%s\n%" PRId64 "\n", path, dims[0])
-                            : snprintf(head, sizeof head, "%s\n%" PRId64 ",%" PRId64 "\n", path, dims[0], dims[1]);
+    const int n = rank == 1
+                      ? snprintf(head, sizeof head, "%s\n%" PRId64 "\n", path, dims[0])
+                      : snprintf(head, sizeof head, "%s\n%" PRId64 ",%" PRId64 "\n", path, dims[0], dims[1]);
     lowkey_sha256_add(sha256, head, (size_t)n);
     lowkey_sha256_add(sha256, values, (size_t)dims[0] * (size_t)(rank == 1 ? 1 : dims[1]) * sizeof *values);
 }
 
-static lowkey_status hash_tensor(void *sha256, const char *path, int rank, const int64_t *dims, float **values,
-                                 lowkey_error *err)
+static lowkey_status hash_tensor(void *sha256, const char *path, int rank, const int64_t *dims,
+                                 float **values, lowkey_error *err)
 {
     (void)err;
     add_to_hash(sha256, path, rank, dims, *values);
@@ -164,8 +180,8 @@ struct hashing {
     lowkey_sha256 *sha256;
 };
 
-static lowkey_status read_and_hash_tensor(void *arg, const char *path, int rank, const int64_t *dims, float **values,
-                                          lowkey_error *err)
+static lowkey_status read_and_hash_tensor(void *arg, const char *path, int rank, const int64_t *dims,
+                                          float **values, lowkey_error *err)
 {
     const struct hashing *hashing = arg;
     float *tensor;
@@ -177,7 +193,8 @@ static lowkey_status read_and_hash_tensor(void *arg, const char *path, int rank,
 }
 
 /* Ends the hash and compares. */
-static lowkey_status compare_hash(const char *path, const lowkey_model *model, lowkey_sha256 *sha256, lowkey_error *err)
+static lowkey_status compare_hash(const char *path, const lowkey_model *model, lowkey_sha256 *sha256,
+                                  lowkey_error *err)
 {
     unsigned char digest[32];
     char expected[65], found[65];
@@ -185,12 +202,15 @@ static lowkey_status compare_hash(const char *path, const lowkey_model *model, l
     if (memcmp(digest, model->sha256, sizeof digest) == 0) return LOWKEY_OK;
     lowkey_sha256_print(model->sha256, expected);
     lowkey_sha256_print(digest, found);
-    return lowkey_fail(err, LOWKEY_EFORMAT, "%s: /: attribute model_sha256: expected %s, which is the hash of its tensors, found %s",
-                       path, found, expected);
+    return lowkey_fail(
+        err, LOWKEY_EFORMAT,
+        "%s: /: attribute model_sha256: expected %s, which is the hash of its tensors, found %s", path, found,
+        expected);
 }
 
 /* Of tensors that are known to be in the file: numbers that are not could overflow the sum. */
-static lowkey_status count_tensor(void *n, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err)
+static lowkey_status count_tensor(void *n, const char *path, int rank, const int64_t *dims, float **values,
+                                  lowkey_error *err)
 {
     (void)path, (void)values, (void)err;
     *(int64_t *)n += dims[0] * (rank == 1 ? 1 : dims[1]);
@@ -252,7 +272,8 @@ lowkey_status lowkey_model_describe(const char *path, int verify, lowkey_model *
     return status;
 }
 
-static lowkey_status free_tensor(void *arg, const char *path, int rank, const int64_t *dims, float **values, lowkey_error *err)
+static lowkey_status free_tensor(void *arg, const char *path, int rank, const int64_t *dims, float **values,
+                                 lowkey_error *err)
 {
     (void)arg, (void)path, (void)rank, (void)dims, (void)err;
     free(*values);

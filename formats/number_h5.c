@@ -1,5 +1,5 @@
-/* number_h5.c - number types of HDF5 files, and their decoding. HDF5's own conversion is not used: of f16 and bf16 it
- * is slow, and of integers it clamps silently. */
+/* number_h5.c - number types of HDF5 files, and their decoding. HDF5's own conversion is not used: of f16 and
+ * bf16 it is slow, and of integers it clamps silently. */
 #include <stdio.h>
 #include <string.h>
 
@@ -8,7 +8,8 @@
 
 struct float_layout {
     enum lowkey_h5_kind kind;
-    size_t bytes, exponent_at, exponent_bits, mantissa_bits, bias; /* the mantissa is at bit 0, the sign on top */
+    size_t bytes, exponent_at, exponent_bits, mantissa_bits,
+        bias; /* the mantissa is at bit 0, the sign on top */
 };
 
 static enum lowkey_h5_kind float_kind(hid_t type)
@@ -55,8 +56,9 @@ struct lowkey_h5_number lowkey_h5_classify(hid_t type, char words[LOWKEY_H5_WORD
     snprintf(words, LOWKEY_H5_WORDS, "%s", class_words(class));
     if (class != H5T_INTEGER && class != H5T_FLOAT) return number;
     const H5T_order_t order = H5Tget_order(type);
-    const int plain = (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8) && H5Tget_precision(type) == 8 * bytes &&
-                      H5Tget_offset(type) == 0 && (order == H5T_ORDER_LE || order == H5T_ORDER_BE);
+    const int plain = (bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8) &&
+                      H5Tget_precision(type) == 8 * bytes && H5Tget_offset(type) == 0 &&
+                      (order == H5T_ORDER_LE || order == H5T_ORDER_BE);
     if (plain) {
         number.kind = class == H5T_INTEGER ? LOWKEY_H5_INT : float_kind(type);
         number.bytes = (int)bytes;
@@ -68,7 +70,9 @@ struct lowkey_h5_number lowkey_h5_classify(hid_t type, char words[LOWKEY_H5_WORD
     if (number.kind == LOWKEY_H5_INT)
         snprintf(words, LOWKEY_H5_WORDS, "%sint%d", number.is_signed ? "" : "u", 8 * number.bytes);
     else if (number.kind != LOWKEY_H5_OTHER) snprintf(words, LOWKEY_H5_WORDS, "%s", names[number.kind]);
-    else snprintf(words, LOWKEY_H5_WORDS, "%s of %zu bytes in a layout unknown here", class_words(class), bytes);
+    else
+        snprintf(words, LOWKEY_H5_WORDS, "%s of %zu bytes in a layout unknown here", class_words(class),
+                 bytes);
     return number;
 }
 

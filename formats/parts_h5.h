@@ -1,4 +1,5 @@
-/* parts_h5.h - what the sources behind file_h5.h share: identifiers that close themselves, number types, look-up. */
+/* parts_h5.h - what the sources behind file_h5.h share: identifiers that close themselves, number types,
+ * look-up. */
 #ifndef LOWKEY_PARTS_H5_H
 #define LOWKEY_PARTS_H5_H
 
@@ -20,7 +21,8 @@ struct lowkey_h5 {
     hid_t driver;
 };
 
-/* Silence HDF5's error printing to the end of the block, and then restore it. Declare it before any LOWKEY_CLOSED. */
+/* Silence HDF5's error printing to the end of the block, and then restore it. Declare it before any
+ * LOWKEY_CLOSED. */
 struct lowkey_h5_quiet {
     H5E_auto2_t print;
     void *data;
@@ -39,7 +41,14 @@ void lowkey_h5_give_up(const hid_t *id);
 enum { LOWKEY_H5_REASON = 160 };
 const char *lowkey_h5_reason(char reason[LOWKEY_H5_REASON]);
 
-enum lowkey_h5_kind { LOWKEY_H5_INT, LOWKEY_H5_F16, LOWKEY_H5_BF16, LOWKEY_H5_F32, LOWKEY_H5_F64, LOWKEY_H5_OTHER };
+enum lowkey_h5_kind {
+    LOWKEY_H5_INT,
+    LOWKEY_H5_F16,
+    LOWKEY_H5_BF16,
+    LOWKEY_H5_F32,
+    LOWKEY_H5_F64,
+    LOWKEY_H5_OTHER
+};
 
 struct lowkey_h5_number { /* a number type of a file, one that we decode */
     enum lowkey_h5_kind kind;
@@ -57,8 +66,8 @@ int lowkey_h5_int_at(const struct lowkey_h5_number *number, const void *raw, siz
 double lowkey_h5_double_at(const struct lowkey_h5_number *number, const void *raw, size_t i);
 
 /* Open an object by absolute path, through hard links alone. expected says what should be there. */
-lowkey_status lowkey_h5_find(lowkey_h5 *file, const char *path, H5I_type_t type, const char *expected, hid_t *out,
-                             lowkey_error *err);
+lowkey_status lowkey_h5_find(lowkey_h5 *file, const char *path, H5I_type_t type, const char *expected,
+                             hid_t *out, lowkey_error *err);
 struct lowkey_h5_floats {    /* an open dataset, of integers too */
     lowkey_h5 *file;
     hid_t id, type;          /* type: of the file */

@@ -1,5 +1,6 @@
-/* probe_h5.c - is a file safe to open here? HDF5 trusts some of what it reads, and a damaged file can make the library
- * itself crash or run for ever. So a child process opens it first, as its schema is opened: it may die, we may not. */
+/* probe_h5.c - is a file safe to open here? HDF5 trusts some of what it reads, and a damaged file can make
+ * the library itself crash or run for ever. So a child process opens it first, as its schema is opened: it
+ * may die, we may not. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -44,7 +45,8 @@ static lowkey_status open_by_schema(const char *path, lowkey_error *err)
     return lowkey_quantizer_read(path, &quantizer, &record, err);
 }
 
-/* Seconds of CPU; and memory, as much again as a file of that size may be worth: HDF5 believes lengths of strings. */
+/* Seconds of CPU; and memory, as much again as a file of that size may be worth: HDF5 believes lengths of
+ * strings. */
 static void set_limits(const char *path)
 {
     enum { CPU_SECONDS = 60 };
@@ -56,7 +58,8 @@ static void set_limits(const char *path)
     unsigned long pages = 0;
     FILE *stream = fopen("/proc/self/statm", "r");
     if (stream && stat(path, &status) == 0 && fscanf(stream, "%lu", &pages) == 1) {
-        const rlim_t bytes = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + ((rlim_t)1 << 30) + 4 * (rlim_t)status.st_size;
+        const rlim_t bytes = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + ((rlim_t)1 << 30) +
+                             4 * (rlim_t)status.st_size;
         const struct rlimit space = { bytes, bytes };
         setrlimit(RLIMIT_AS, &space);
     }
@@ -87,10 +90,13 @@ lowkey_status lowkey_h5_probe(const char *path, lowkey_error *err)
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
     if (status == 0) return LOWKEY_OK;
     if (WIFEXITED(status) && WEXITSTATUS(status) == TOO_MUCH_MEMORY)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: opening it takes more memory than a file of its size needs; is it damaged?", path);
+        return lowkey_fail(err, LOWKEY_EFORMAT,
+                           "%s: opening it takes more memory than a file of its size needs; is it damaged?",
+                           path);
     const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0; /* 0: a sanitizer ended it */
     if (number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGQUIT)
         return lowkey_fail(err, LOWKEY_ECANCELLED, "%s: interrupted", path);
     return lowkey_fail(err, LOWKEY_EFORMAT, "%s: damaged: the HDF5 library %s it", path,
-                       number == SIGKILL || number == SIGXCPU ? "does not come to an end with" : "crashes on");
+                       number == SIGKILL || number == SIGXCPU ? "does not come to an end with"
+                                                              : "crashes on");
 }

@@ -1,4 +1,5 @@
-/* read_h5.c - reads numbers out of datasets that dataset_h5.c opened, in slabs of bounded size, decoded by number_h5.c. */
+/* read_h5.c - reads numbers out of datasets that dataset_h5.c opened, in slabs of bounded size, decoded by
+ * number_h5.c. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -10,26 +11,28 @@
 
 enum { SLAB_BYTES = 1 << 20 };
 
-
-static lowkey_status read_raw(lowkey_h5_floats *data, const int64_t *start, const int64_t *count, void *raw, lowkey_error *err)
+static lowkey_status read_raw(lowkey_h5_floats *data, const int64_t *start, const int64_t *count, void *raw,
+                              lowkey_error *err)
 {
     LOWKEY_QUIET;
     char reason[LOWKEY_H5_REASON];
     hsize_t n = 1;
     for (int i = 0; i < data->rank; i++) n *= (hsize_t)count[i];
     LOWKEY_CLOSED hid_t space = H5Dget_space(data->id);
-    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count, NULL); /* another rank is slow */
-    if (H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL, (const hsize_t *)count, NULL) < 0 ||
+    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count,
+                                                  NULL); /* another rank is slow */
+    if (H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL, (const hsize_t *)count,
+                            NULL) < 0 ||
         H5Dread(data->id, data->type, memory, space, H5P_DEFAULT, raw) < 0)
-        return lowkey_fail(err, LOWKEY_EIO, "%s: %s: cannot be read, is the file damaged? (%s)", data->file->path, data->name,
-                           lowkey_h5_reason(reason));
+        return lowkey_fail(err, LOWKEY_EIO, "%s: %s: cannot be read, is the file damaged? (%s)",
+                           data->file->path, data->name, lowkey_h5_reason(reason));
     lowkey_h5_swap(&data->number, raw, n);
     return LOWKEY_OK;
 }
 
 /* "[3, 17]" for element i of a block */
-static const char *print_index(const lowkey_h5_floats *data, const int64_t *start, const int64_t *count, size_t i,
-                               char text[LOWKEY_H5_SHAPE])
+static const char *print_index(const lowkey_h5_floats *data, const int64_t *start, const int64_t *count,
+                               size_t i, char text[LOWKEY_H5_SHAPE])
 {
     int64_t index[LOWKEY_H5_MAX_RANK];
     for (int d = data->rank - 1; d >= 0; d--) {
@@ -39,21 +42,21 @@ static const char *print_index(const lowkey_h5_floats *data, const int64_t *star
     return lowkey_h5_print_shape(data->rank, index, text);
 }
 
-static lowkey_status refuse_element(const lowkey_h5_floats *data, const int64_t *start, const int64_t *count, size_t i,
-                                    double value, const char *expected, lowkey_error *err)
+static lowkey_status refuse_element(const lowkey_h5_floats *data, const int64_t *start, const int64_t *count,
+                                    size_t i, double value, const char *expected, lowkey_error *err)
 {
     char index[LOWKEY_H5_SHAPE];
-    return lowkey_h5_fail(data->file, err, "%s%s: expected %s, found %.9g", data->name, print_index(data, start, count, i, index),
-                          expected, value);
+    return lowkey_h5_fail(data->file, err, "%s%s: expected %s, found %.9g", data->name,
+                          print_index(data, start, count, i, index), expected, value);
 }
 
 /* What is done with a slab of raw numbers that begins at element first of the block. */
-typedef lowkey_status take_fn(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first, size_t n,
-                              const int64_t *start, const int64_t *count, lowkey_error *err);
+typedef lowkey_status take_fn(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first,
+                              size_t n, const int64_t *start, const int64_t *count, lowkey_error *err);
 
 /* Slabs run along the outermost dimension; one holds a row of it at least. */
-static lowkey_status read_slabs(lowkey_h5_floats *data, const int64_t *start, const int64_t *count, take_fn *take, void *arg,
-                                lowkey_error *err)
+static lowkey_status read_slabs(lowkey_h5_floats *data, const int64_t *start, const int64_t *count,
+                                take_fn *take, void *arg, lowkey_error *err)
 {
     int64_t slab_start[LOWKEY_H5_MAX_RANK], slab_count[LOWKEY_H5_MAX_RANK];
     size_t row = 1;
@@ -71,28 +74,30 @@ static lowkey_status read_slabs(lowkey_h5_floats *data, const int64_t *start, co
         slab_count[0] = count[0] - done < rows ? count[0] - done : rows;
         status = read_raw(data, slab_start, slab_count, raw, err);
         if (!status)
-            status = take(arg, data, raw, (size_t)done * row, (size_t)slab_count[0] * row, slab_start, slab_count, err);
+            status = take(arg, data, raw, (size_t)done * row, (size_t)slab_count[0] * row, slab_start,
+                          slab_count, err);
     }
     free(raw);
     return status;
 }
 
-static lowkey_status take_f64_as_f32(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first, size_t n,
-                                     const int64_t *start, const int64_t *count, lowkey_error *err)
+static lowkey_status take_f64_as_f32(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first,
+                                     size_t n, const int64_t *start, const int64_t *count, lowkey_error *err)
 {
     float *out = (float *)arg + first;
     for (size_t i = 0; i < n; i++) {
         const double x = lowkey_h5_double_at(&data->number, raw, i);
         out[i] = (float)x;
-        if (isinf(out[i]) && isfinite(x)) return refuse_element(data, start, count, i, x, "a number in f32's range", err);
+        if (isinf(out[i]) && isfinite(x))
+            return refuse_element(data, start, count, i, x, "a number in f32's range", err);
         if (data->flags & LOWKEY_H5_EXACT && (double)out[i] != x && !isnan(x))
             return refuse_element(data, start, count, i, x, "a number exact in f32", err);
     }
     return LOWKEY_OK;
 }
 
-/* 16-bit codes in the last half of out become floats from its beginning, block by block: no code is overwritten before it
- * is read, and the compiler sees that a block and out are apart. */
+/* 16-bit codes in the last half of out become floats from its beginning, block by block: no code is
+ * overwritten before it is read, and the compiler sees that a block and out are apart. */
 static void widen(enum lowkey_h5_kind kind, float *out, size_t n)
 {
     const unsigned char *codes = (const unsigned char *)out + 2 * n;
@@ -107,13 +112,15 @@ static void widen(enum lowkey_h5_kind kind, float *out, size_t n)
     }
 }
 
-lowkey_status lowkey_h5_floats_read(lowkey_h5_floats *data, const int64_t *start, const int64_t *count, float *out,
-                                    lowkey_error *err)
+lowkey_status lowkey_h5_floats_read(lowkey_h5_floats *data, const int64_t *start, const int64_t *count,
+                                    float *out, lowkey_error *err)
 {
     size_t n = 1;
     for (int i = 0; i < data->rank; i++) {
         if (start[i] < 0 || count[i] < 1 || start[i] > data->dims[i] - count[i])
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: %s: dimension %d has %" PRId64 " elements, asked for %" PRId64 " from %" PRId64,
+            return lowkey_fail(err, LOWKEY_EINVAL,
+                               "%s: %s: dimension %d has %" PRId64 " elements, asked for %" PRId64
+                               " from %" PRId64,
                                data->file->path, data->name, i, data->dims[i], count[i], start[i]);
         n *= (size_t)count[i];
     }
@@ -136,8 +143,8 @@ lowkey_status lowkey_h5_floats_read(lowkey_h5_floats *data, const int64_t *start
 
 static const int64_t origin[LOWKEY_H5_MAX_RANK];
 
-lowkey_status lowkey_h5_read_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, unsigned flags,
-                                 float *out, lowkey_error *err)
+lowkey_status lowkey_h5_read_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                 unsigned flags, float *out, lowkey_error *err)
 {
     lowkey_h5_floats *data;
     LOWKEY_TRY(lowkey_h5_floats_open(file, dataset, rank, dims, flags, &data, err));
@@ -146,8 +153,8 @@ lowkey_status lowkey_h5_read_f32(lowkey_h5 *file, const char *dataset, int rank,
     return status;
 }
 
-lowkey_status lowkey_h5_read_new_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, unsigned flags,
-                                     float **out, lowkey_error *err)
+lowkey_status lowkey_h5_read_new_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                     unsigned flags, float **out, lowkey_error *err)
 {
     lowkey_h5_floats *data;
     *out = NULL;
@@ -155,15 +162,17 @@ lowkey_status lowkey_h5_read_new_f32(lowkey_h5 *file, const char *dataset, int r
     const size_t bytes = (size_t)data->bytes / (size_t)data->number.bytes * sizeof **out;
     *out = aligned_alloc(64, (bytes + 63) / 64 * 64);
     lowkey_status status = LOWKEY_OK;
-    if (!*out) status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory for %zu bytes", file->path, dataset, bytes);
+    if (!*out)
+        status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory for %zu bytes", file->path, dataset,
+                             bytes);
     else status = lowkey_h5_floats_read(data, origin, data->dims, *out, err);
     lowkey_h5_floats_close(data);
     if (status) free(*out), *out = NULL;
     return status;
 }
 
-static lowkey_status take_f64(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first, size_t n,
-                              const int64_t *start, const int64_t *count, lowkey_error *err)
+static lowkey_status take_f64(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first,
+                              size_t n, const int64_t *start, const int64_t *count, lowkey_error *err)
 {
     double *out = (double *)arg + first;
     for (size_t i = 0; i < n; i++) {
@@ -173,8 +182,8 @@ static lowkey_status take_f64(void *arg, const lowkey_h5_floats *data, const voi
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_h5_read_f64(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, double *out,
-                                 lowkey_error *err)
+lowkey_status lowkey_h5_read_f64(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                 double *out, lowkey_error *err)
 {
     lowkey_h5_floats *data;
     LOWKEY_TRY(lowkey_h5_floats_open(file, dataset, rank, dims, 0, &data, err));
@@ -189,8 +198,8 @@ struct take_ints {
     size_t element_bytes;
 };
 
-static lowkey_status take_ints(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first, size_t n,
-                               const int64_t *start, const int64_t *count, lowkey_error *err)
+static lowkey_status take_ints(void *arg, const lowkey_h5_floats *data, const void *raw, size_t first,
+                               size_t n, const int64_t *start, const int64_t *count, lowkey_error *err)
 {
     const struct take_ints *to = arg;
     for (size_t i = 0; i < n; i++) {
@@ -198,16 +207,18 @@ static lowkey_status take_ints(void *arg, const lowkey_h5_floats *data, const vo
         char index[LOWKEY_H5_SHAPE];
         const int fits = lowkey_h5_int_at(&data->number, raw, i, &value);
         if (!fits || value < to->low || value > to->high)
-            return lowkey_h5_fail(data->file, err, "%s%s: expected %" PRId64 "..%" PRId64 ", found %" PRId64 "%s", data->name,
-                                  print_index(data, start, count, i, index), to->low, to->high, fits ? value : INT64_MAX,
-                                  fits ? "" : " or more");
+            return lowkey_h5_fail(data->file, err,
+                                  "%s%s: expected %" PRId64 "..%" PRId64 ", found %" PRId64 "%s", data->name,
+                                  print_index(data, start, count, i, index), to->low, to->high,
+                                  fits ? value : INT64_MAX, fits ? "" : " or more");
         memcpy(to->out + (first + i) * to->element_bytes, &value, to->element_bytes);
     }
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_h5_read_ints(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, int64_t low,
-                                  int64_t high, void *out, size_t element_bytes, lowkey_error *err)
+lowkey_status lowkey_h5_read_ints(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                  int64_t low, int64_t high, void *out, size_t element_bytes,
+                                  lowkey_error *err)
 {
     lowkey_h5_floats *data;
     int64_t found[LOWKEY_H5_MAX_RANK];

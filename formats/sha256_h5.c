@@ -1,4 +1,5 @@
-/* sha256_h5.c - SHA-256 by libcrypto's EVP, which uses the CPU's instructions for it. A failure is remembered to the end. */
+/* sha256_h5.c - SHA-256 by libcrypto's EVP, which uses the CPU's instructions for it. A failure is remembered
+ * to the end. */
 #include "formats/sha256.h"
 
 #include <openssl/evp.h>
@@ -29,7 +30,8 @@ void lowkey_sha256_add(lowkey_sha256 *sha256, const void *bytes, size_t n)
 lowkey_status lowkey_sha256_end(lowkey_sha256 *sha256, unsigned char digest[32], lowkey_error *err)
 {
     unsigned char unused[32];
-    const int good = sha256 && !sha256->failed && EVP_DigestFinal_ex(sha256->context, digest ? digest : unused, NULL) == 1;
+    const int good = sha256 && !sha256->failed &&
+                     EVP_DigestFinal_ex(sha256->context, digest ? digest : unused, NULL) == 1;
     if (sha256) EVP_MD_CTX_free(sha256->context);
     free(sha256);
     return good ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "SHA-256: no memory, or libcrypto refused");

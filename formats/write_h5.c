@@ -1,5 +1,6 @@
-/* write_h5.c - writes files: into a temporary one beside the target, through the driver of disk_h5.c, without time
- * stamps and with every property fixed, so that the same calls give the same bytes; then verified and renamed. */
+/* write_h5.c - writes files: into a temporary one beside the target, through the driver of disk_h5.c, without
+ * time stamps and with every property fixed, so that the same calls give the same bytes; then verified and
+ * renamed. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -22,7 +23,8 @@ static lowkey_status open_temporary(lowkey_h5 *file, lowkey_error *err)
 {
     struct stat status;
     if (stat(file->path, &status) == 0 && !S_ISREG(status.st_mode))
-        return lowkey_fail(err, LOWKEY_EIO, "%s: cannot be written: it is there and is no regular file", file->path);
+        return lowkey_fail(err, LOWKEY_EIO, "%s: cannot be written: it is there and is no regular file",
+                           file->path);
     const size_t size = strlen(file->path) + 40;
     file->temporary = malloc(size);
     if (!file->temporary) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", file->path);
@@ -37,7 +39,8 @@ static lowkey_status open_temporary(lowkey_h5 *file, lowkey_error *err)
     const int error = errno;
     free(file->temporary);
     file->temporary = NULL;
-    return lowkey_fail(err, LOWKEY_EIO, "%s: a temporary file beside it cannot be made: %s", file->path, strerror(error));
+    return lowkey_fail(err, LOWKEY_EIO, "%s: a temporary file beside it cannot be made: %s", file->path,
+                       strerror(error));
 }
 
 static lowkey_status create_hdf5(lowkey_h5 *file, lowkey_error *err)
@@ -94,7 +97,8 @@ static lowkey_status finish(lowkey_h5 *file, lowkey_error *err)
     char reason[LOWKEY_H5_REASON];
     LOWKEY_TRY(lowkey_h5_check_disk(file, err));
     if (close_hdf5(file))
-        return lowkey_fail(err, LOWKEY_EIO, "%s: HDF5 cannot close it (%s)", file->path, lowkey_h5_reason(reason));
+        return lowkey_fail(err, LOWKEY_EIO, "%s: HDF5 cannot close it (%s)", file->path,
+                           lowkey_h5_reason(reason));
     if (!file->disk_error && fsync(file->fd) != 0) file->disk_error = errno;
     if (close(file->fd) != 0 && !file->disk_error) file->disk_error = errno;
     file->fd = -1;
@@ -109,7 +113,8 @@ static lowkey_status verify_schema(const lowkey_h5 *file, lowkey_error *err)
     return LOWKEY_OK;
 }
 
-/* The folder too must reach the disk, or a crash could undo the renaming; where that fails, the file is whole still. */
+/* The folder too must reach the disk, or a crash could undo the renaming; where that fails, the file is whole
+ * still. */
 static void synchronise_folder(const char *path)
 {
     const char *slash = strrchr(path, '/');
@@ -133,8 +138,9 @@ static lowkey_status put_in_place(lowkey_h5 *file, lowkey_error *err)
 }
 
 lowkey_status lowkey_h5_commit(lowkey_h5 *file,
-                               lowkey_status (*verify)(void *arg, const char *temporary_path, lowkey_error *err), void *arg,
-                               lowkey_error *err)
+                               lowkey_status (*verify)(void *arg, const char *temporary_path,
+                                                       lowkey_error *err),
+                               void *arg, lowkey_error *err)
 {
     LOWKEY_QUIET;
     lowkey_status status = finish(file, err);
@@ -163,7 +169,8 @@ static lowkey_status check_written(lowkey_h5 *file, const char *object, int good
 {
     char reason[LOWKEY_H5_REASON];
     if (!good)
-        return lowkey_fail(err, LOWKEY_EIO, "%s: %s: cannot be written (%s)", file->path, object, lowkey_h5_reason(reason));
+        return lowkey_fail(err, LOWKEY_EIO, "%s: %s: cannot be written (%s)", file->path, object,
+                           lowkey_h5_reason(reason));
     return lowkey_h5_check_disk(file, err);
 }
 
@@ -177,8 +184,8 @@ lowkey_status lowkey_h5_put_group(lowkey_h5 *file, const char *group, lowkey_err
 }
 
 /* chunk NULL: contiguous. All its space is allocated now and never filled: every element is written by us. */
-static hid_t create_dataset(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, const int64_t *chunk,
-                            hid_t type)
+static hid_t create_dataset(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                            const int64_t *chunk, hid_t type)
 {
     LOWKEY_CLOSED hid_t creation = H5Pcreate(H5P_DATASET_CREATE);
     LOWKEY_CLOSED hid_t access = H5Pcreate(H5P_DATASET_ACCESS);
@@ -191,28 +198,29 @@ static hid_t create_dataset(lowkey_h5 *file, const char *dataset, int rank, cons
     return H5Dcreate2(file->id, dataset, type, space, H5P_DEFAULT, creation, access);
 }
 
-static lowkey_status write_dataset(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, hid_t type,
-                                   const void *values, lowkey_error *err)
+static lowkey_status write_dataset(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                   hid_t type, const void *values, lowkey_error *err)
 {
     LOWKEY_QUIET;
     LOWKEY_CLOSED hid_t id = create_dataset(file, dataset, rank, dims, NULL, type);
-    return check_written(file, dataset, id >= 0 && H5Dwrite(id, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, values) >= 0, err);
+    return check_written(file, dataset,
+                         id >= 0 && H5Dwrite(id, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, values) >= 0, err);
 }
 
-lowkey_status lowkey_h5_write_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, const float *values,
-                                  lowkey_error *err)
+lowkey_status lowkey_h5_write_f32(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                  const float *values, lowkey_error *err)
 {
     return write_dataset(file, dataset, rank, dims, H5T_IEEE_F32LE, values, err);
 }
 
-lowkey_status lowkey_h5_write_f64(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, const double *values,
-                                  lowkey_error *err)
+lowkey_status lowkey_h5_write_f64(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                  const double *values, lowkey_error *err)
 {
     return write_dataset(file, dataset, rank, dims, H5T_IEEE_F64LE, values, err);
 }
 
-lowkey_status lowkey_h5_write_ints(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims, const void *values,
-                                   size_t element_bytes, int is_signed, lowkey_error *err)
+lowkey_status lowkey_h5_write_ints(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
+                                   const void *values, size_t element_bytes, int is_signed, lowkey_error *err)
 {
     const hid_t type = element_bytes == 1   ? is_signed ? H5T_STD_I8LE : H5T_STD_U8LE
                        : element_bytes == 2 ? is_signed ? H5T_STD_I16LE : H5T_STD_U16LE
@@ -235,7 +243,8 @@ static hid_t float_type(lowkey_dtype dtype)
 }
 
 lowkey_status lowkey_h5_floats_create(lowkey_h5 *file, const char *dataset, int rank, const int64_t *dims,
-                                      const int64_t *chunk, lowkey_dtype dtype, lowkey_h5_floats **out, lowkey_error *err)
+                                      const int64_t *chunk, lowkey_dtype dtype, lowkey_h5_floats **out,
+                                      lowkey_error *err)
 {
     LOWKEY_QUIET;
     *out = NULL;
@@ -243,7 +252,9 @@ lowkey_status lowkey_h5_floats_create(lowkey_h5 *file, const char *dataset, int 
     if (!data) return LOWKEY_ENOMEM;
     data->rank = rank;
     memcpy(data->dims, dims, (size_t)rank * sizeof *dims);
-    data->number.kind = dtype == LOWKEY_F32 ? LOWKEY_H5_F32 : dtype == LOWKEY_F16 ? LOWKEY_H5_F16 : LOWKEY_H5_BF16;
+    data->number.kind = dtype == LOWKEY_F32   ? LOWKEY_H5_F32
+                        : dtype == LOWKEY_F16 ? LOWKEY_H5_F16
+                                              : LOWKEY_H5_BF16;
     data->number.bytes = dtype == LOWKEY_F32 ? 4 : 2;
     data->type = float_type(dtype);
     data->id = create_dataset(file, dataset, rank, dims, chunk, data->type);
@@ -258,10 +269,11 @@ lowkey_status lowkey_h5_floats_write_raw(lowkey_h5_floats *data, const int64_t *
 {
     LOWKEY_QUIET;
     LOWKEY_CLOSED hid_t space = H5Dget_space(data->id);
-    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count, NULL); /* another rank is slow */
-    const int good =
-        H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL, (const hsize_t *)count, NULL) >= 0 &&
-        H5Dwrite(data->id, data->type, memory, space, H5P_DEFAULT, raw) >= 0;
+    LOWKEY_CLOSED hid_t memory = H5Screate_simple(data->rank, (const hsize_t *)count,
+                                                  NULL); /* another rank is slow */
+    const int good = H5Sselect_hyperslab(space, H5S_SELECT_SET, (const hsize_t *)start, NULL,
+                                         (const hsize_t *)count, NULL) >= 0 &&
+                     H5Dwrite(data->id, data->type, memory, space, H5P_DEFAULT, raw) >= 0;
     return check_written(data->file, data->name, good, err);
 }
 
@@ -274,7 +286,8 @@ lowkey_status lowkey_h5_floats_write(lowkey_h5_floats *data, const int64_t *star
     uint16_t *codes = malloc(n * sizeof *codes);
     if (!codes) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory", data->file->path, data->name);
     for (size_t i = 0; i < n; i++)
-        codes[i] = data->number.kind == LOWKEY_H5_F16 ? lowkey_f32_to_f16(values[i]) : lowkey_f32_to_bf16(values[i]);
+        codes[i] = data->number.kind == LOWKEY_H5_F16 ? lowkey_f32_to_f16(values[i])
+                                                      : lowkey_f32_to_bf16(values[i]);
     const lowkey_status status = lowkey_h5_floats_write_raw(data, start, count, codes, err);
     free(codes);
     return status;

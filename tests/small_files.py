@@ -1,5 +1,5 @@
-"""Small valid files of every schema but quantizer.h5, as h5py writes them from formats/README.md, for tests that then
-break them. check(path) runs lowkey check as a user would."""
+"""Small valid files of every schema but quantizer.h5, as h5py writes them from formats/README.md, for tests
+that then break them. check(path) runs lowkey check as a user would."""
 import hashlib
 import os
 import subprocess
@@ -21,9 +21,9 @@ def root(file, schema, **attributes):
 
 
 def add_geometry(group, key_head_dim=KEY_DIM, value_head_dim=VALUE_DIM):
-    group.attrs.update(dict(n_q_heads=Q_HEADS, n_kv_heads=KV_HEADS, key_head_dim=key_head_dim, value_head_dim=value_head_dim,
-                            logit_scale=key_head_dim**-0.5, rope_dims=key_head_dim, rope_pairing="half",
-                            rope_attention_factor=1.0))
+    group.attrs.update(dict(n_q_heads=Q_HEADS, n_kv_heads=KV_HEADS, key_head_dim=key_head_dim,
+                            value_head_dim=value_head_dim, logit_scale=key_head_dim**-0.5,
+                            rope_dims=key_head_dim, rope_pairing="half", rope_attention_factor=1.0))
     group["rope_inv_freq"] = 10000.0 ** (-np.arange(key_head_dim // 2) / (key_head_dim // 2))
 
 
@@ -39,8 +39,8 @@ def write_activations(path, contents="key value query", edit=None, put=None):
     """put(group, name, values) writes a dataset; edit(file) breaks or changes what is there."""
     put = put or (lambda group, name, values: group.create_dataset(name, data=values.astype(np.float16)))
     with h5py.File(path, "w") as file:
-        root(file, "activations", n_layers=8, model_name="m", model_sha256="ab" * 32, contents=contents, key_stage="pre_rope",
-             text_name="text", text_sha256="cd" * 32)
+        root(file, "activations", n_layers=8, model_name="m", model_sha256="ab" * 32, contents=contents,
+             key_stage="pre_rope", text_name="text", text_sha256="cd" * 32)
         file["layer_index"] = LAYERS
         file["sample_offsets"] = [0, 10, TOKENS]
         file["sample_sha256"] = np.arange(64, dtype=np.uint8).reshape(2, 32)
@@ -56,7 +56,8 @@ def write_activations(path, contents="key value query", edit=None, put=None):
 
 def write_tokens(path, edit=None):
     with h5py.File(path, "w") as file:
-        root(file, "tokens", tokenizer="t", tokenizer_sha256="ab" * 32, vocab_size=50, text_name="x", text_sha256="cd" * 32, add_bos=0)
+        root(file, "tokens", tokenizer="t", tokenizer_sha256="ab" * 32, vocab_size=50, text_name="x",
+             text_sha256="cd" * 32, add_bos=0)
         file["tokens"] = np.arange(30, dtype=np.int32)
         file["sequence_offsets"] = [0, 4, 30]
         if edit:
@@ -73,11 +74,12 @@ def model_tensors(tied, bias, qk_norm):
     yield "/token_embedding", (VOCABULARY, HIDDEN)
     for layer in range(MODEL_LAYERS):
         for name, shape, there in (
-                ("attention_norm", (HIDDEN,), 1), ("query_proj", (q, HIDDEN), 1), ("key_proj", (k, HIDDEN), 1),
-                ("value_proj", (v, HIDDEN), 1), ("query_bias", (q,), bias), ("key_bias", (k,), bias), ("value_bias", (v,), bias),
-                ("query_norm", (KEY_DIM,), qk_norm), ("key_norm", (KEY_DIM,), qk_norm), ("output_proj", (HIDDEN, attended), 1),
-                ("ffn_norm", (HIDDEN,), 1), ("gate_proj", (INTERMEDIATE, HIDDEN), 1), ("up_proj", (INTERMEDIATE, HIDDEN), 1),
-                ("down_proj", (HIDDEN, INTERMEDIATE), 1)):
+                ("attention_norm", (HIDDEN,), 1), ("query_proj", (q, HIDDEN), 1),
+                ("key_proj", (k, HIDDEN), 1), ("value_proj", (v, HIDDEN), 1), ("query_bias", (q,), bias),
+                ("key_bias", (k,), bias), ("value_bias", (v,), bias), ("query_norm", (KEY_DIM,), qk_norm),
+                ("key_norm", (KEY_DIM,), qk_norm), ("output_proj", (HIDDEN, attended), 1),
+                ("ffn_norm", (HIDDEN,), 1), ("gate_proj", (INTERMEDIATE, HIDDEN), 1),
+                ("up_proj", (INTERMEDIATE, HIDDEN), 1), ("down_proj", (HIDDEN, INTERMEDIATE), 1)):
             if there:
                 yield f"/layers/{layer:03d}/{name}", shape
     yield "/final_norm", (HIDDEN,)
@@ -95,9 +97,10 @@ def write_model(path, tied=1, bias=0, qk_norm=0, dtype=np.float32, edit=None):
             digest.update(f"{name}\n{','.join(map(str, shape))}\n".encode() + values.astype("<f4").tobytes())
         for layer in range(MODEL_LAYERS):
             add_geometry(file[f"layers/{layer:03d}"])
-        root(file, "model", n_layers=MODEL_LAYERS, model_name="m", model_sha256=digest.hexdigest(), architecture="llama",
-             hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, vocab_size=VOCABULARY, rms_norm_eps=1e-5, tied_output=tied,
-             attention_bias=bias, qk_norm=qk_norm, bos_token_id=1, eos_token_id=-1, source="here", license="none")
+        root(file, "model", n_layers=MODEL_LAYERS, model_name="m", model_sha256=digest.hexdigest(),
+             architecture="llama", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, vocab_size=VOCABULARY,
+             rms_norm_eps=1e-5, tied_output=tied, attention_bias=bias, qk_norm=qk_norm, bos_token_id=1,
+             eos_token_id=-1, source="here", license="none")
         if edit:
             edit(file)
     return path
@@ -105,7 +108,8 @@ def write_model(path, tied=1, bias=0, qk_norm=0, dtype=np.float32, edit=None):
 
 def check(path):
     """Exit status, standard output, and the one line of standard error."""
-    run = subprocess.run([COMMAND, "check", path], capture_output=True, text=True, timeout=120, errors="replace")
+    run = subprocess.run([COMMAND, "check", path], capture_output=True, text=True, timeout=120,
+                         errors="replace")
     return run.returncode, run.stdout, run.stderr
 
 
@@ -123,3 +127,9 @@ def assert_refused(path, *words):
     for word in words:
         assert word in err, f"'{word}' is not in: {err}"
     assert "HDF5-DIAG" not in err, err
+
+
+def replace(group, name, values, **options):
+    """A dataset anew."""
+    del group[name]
+    return group.create_dataset(name, data=values, **options)

@@ -1,5 +1,5 @@
-/* test_file_h5.c - the layer over HDF5: what it writes it reads, byte for byte the same each time, and a write that fails
- * leaves nothing behind. Files that others write are in test_h5py_files.py. */
+/* test_file_h5.c - the layer over HDF5: what it writes it reads, byte for byte the same each time, and a
+ * write that fails leaves nothing behind. Files that others write are in test_h5py_files.py. */
 #include "formats/file_h5.h"
 
 #include <dirent.h>
@@ -161,33 +161,44 @@ static void what_is_wrong_is_said_with_file_and_object(void **state)
     unsigned char sha[32];
     int64_t value, dims[2] = { -1, 3 };
     assert_ok(write_all(&err), err);
-    assert_refused(lowkey_h5_open(path, "tokens", &file, &err), LOWKEY_EFORMAT, err, "expected tokens, found model");
-    assert_refused(lowkey_h5_open("/nowhere/x.h5", NULL, &file, &err), LOWKEY_EIO, err, "/nowhere/x.h5: No such file");
+    assert_refused(lowkey_h5_open(path, "tokens", &file, &err), LOWKEY_EFORMAT, err,
+                   "expected tokens, found model");
+    assert_refused(lowkey_h5_open("/nowhere/x.h5", NULL, &file, &err), LOWKEY_EIO, err,
+                   "/nowhere/x.h5: No such file");
     assert_refused(lowkey_h5_open(folder, NULL, &file, &err), LOWKEY_EIO, err, "found a directory");
     assert_ok(lowkey_h5_open(path, NULL, &file, &err), err);
     assert_string_equal(lowkey_h5_schema(file), "model");
     assert_refused(lowkey_h5_read_f32(file, "/floats", LOWKEY_DIMS(3, 2), 0, f, &err), LOWKEY_EFORMAT, err,
                    "file.h5: /floats: expected float [3, 2], found [2, 3]");
-    assert_refused(lowkey_h5_read_f32(file, "/floats", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err, "expected float [6]");
-    assert_refused(lowkey_h5_read_f32(file, "/group", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err, "found a group");
+    assert_refused(lowkey_h5_read_f32(file, "/floats", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err,
+                   "expected float [6]");
+    assert_refused(lowkey_h5_read_f32(file, "/group", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err,
+                   "found a group");
     assert_refused(lowkey_h5_read_f32(file, "/flaots", LOWKEY_DIMS(6), 0, f, &err), LOWKEY_EFORMAT, err,
                    "/flaots: missing: expected float [6], found group, floats there");
-    assert_refused(lowkey_h5_read_f32(file, "/group/shorts", LOWKEY_DIMS(4), 0, f, &err), LOWKEY_EFORMAT, err, "found int16");
-    assert_refused(lowkey_h5_read_f32(file, "/group/doubles", LOWKEY_DIMS(2), LOWKEY_H5_EXACT, f, &err), LOWKEY_EFORMAT, err,
-                   "/group/doubles[0]: expected a number exact in f32, found 0.1");
-    assert_refused(lowkey_h5_read_f32(file, "/group/doubles", LOWKEY_DIMS(2), 0, f, &err), LOWKEY_EFORMAT, err,
-                   "/group/doubles[1]: expected a number in f32's range, found 1e+300");
-    assert_refused(lowkey_h5_read_ints(file, "/group/shorts", LOWKEY_DIMS(4), -32768, 9, f, 2, &err), LOWKEY_EFORMAT, err,
-                   "/group/shorts[1]: expected -32768..9, found 32767");
-    assert_refused(lowkey_h5_read_ints(file, "/floats", LOWKEY_DIMS(2, 3), 0, 9, f, 2, &err), LOWKEY_EFORMAT, err, "expected int [2, 3], found f32");
-    assert_refused(lowkey_h5_get_int(file, "/", "name", 0, 1, &value, &err), LOWKEY_EFORMAT, err, "expected an integer, found string");
-    assert_refused(lowkey_h5_get_string(file, "/group", "int", &text, &err), LOWKEY_EFORMAT, err, "expected a string, found int64");
-    assert_refused(lowkey_h5_get_string(file, "/group", "none", &text, &err), LOWKEY_EFORMAT, err, "/group: attribute none: missing");
+    assert_refused(lowkey_h5_read_f32(file, "/group/shorts", LOWKEY_DIMS(4), 0, f, &err), LOWKEY_EFORMAT, err,
+                   "found int16");
+    assert_refused(lowkey_h5_read_f32(file, "/group/doubles", LOWKEY_DIMS(2), LOWKEY_H5_EXACT, f, &err),
+                   LOWKEY_EFORMAT, err, "/group/doubles[0]: expected a number exact in f32, found 0.1");
+    assert_refused(lowkey_h5_read_f32(file, "/group/doubles", LOWKEY_DIMS(2), 0, f, &err), LOWKEY_EFORMAT,
+                   err, "/group/doubles[1]: expected a number in f32's range, found 1e+300");
+    assert_refused(lowkey_h5_read_ints(file, "/group/shorts", LOWKEY_DIMS(4), -32768, 9, f, 2, &err),
+                   LOWKEY_EFORMAT, err, "/group/shorts[1]: expected -32768..9, found 32767");
+    assert_refused(lowkey_h5_read_ints(file, "/floats", LOWKEY_DIMS(2, 3), 0, 9, f, 2, &err), LOWKEY_EFORMAT,
+                   err, "expected int [2, 3], found f32");
+    assert_refused(lowkey_h5_get_int(file, "/", "name", 0, 1, &value, &err), LOWKEY_EFORMAT, err,
+                   "expected an integer, found string");
+    assert_refused(lowkey_h5_get_string(file, "/group", "int", &text, &err), LOWKEY_EFORMAT, err,
+                   "expected a string, found int64");
+    assert_refused(lowkey_h5_get_string(file, "/group", "none", &text, &err), LOWKEY_EFORMAT, err,
+                   "/group: attribute none: missing");
     assert_refused(lowkey_h5_get_sha256(file, "/", "name", sha, &err), LOWKEY_EFORMAT, err, "64 lower-case");
-    assert_refused(lowkey_h5_refuse_others(file, "/group", (const char *const[]){ "shorts", NULL }, NULL, &err), LOWKEY_EFORMAT,
-                   err, "/group: unknown object doubles; expected shorts");
-    assert_refused(lowkey_h5_refuse_others(file, "/", NULL, (const char *const[]){ "name", "sha", NULL }, &err), LOWKEY_EFORMAT,
-                   err, "/: unknown attribute empty; expected name, sha");
+    assert_refused(
+        lowkey_h5_refuse_others(file, "/group", (const char *const[]) { "shorts", NULL }, NULL, &err),
+        LOWKEY_EFORMAT, err, "/group: unknown object doubles; expected shorts");
+    assert_refused(
+        lowkey_h5_refuse_others(file, "/", NULL, (const char *const[]) { "name", "sha", NULL }, &err),
+        LOWKEY_EFORMAT, err, "/: unknown attribute empty; expected name, sha");
     assert_ok(lowkey_h5_get_shape(file, "/floats", 0, 2, dims, &err), err);
     assert_int_equal(dims[0], 2);
     lowkey_h5_close(file);
@@ -296,12 +307,14 @@ static int write_and_die(int n_calls)
     static const float zeros[1000];
     if (n_calls-- == 0 || lowkey_h5_create(path, "model", &file, &err)) raise(SIGKILL);
     if (n_calls-- == 0 || lowkey_h5_put_int(file, "/", "int", 3, &err)) raise(SIGKILL);
-    if (n_calls-- == 0 || lowkey_h5_write_f32(file, "/floats", LOWKEY_DIMS(2, 3), floats, &err)) raise(SIGKILL);
-    if (n_calls-- == 0 ||
-        lowkey_h5_floats_create(file, "/block", LOWKEY_DIMS(1000, 100), (const int64_t[]){ 10, 100 }, LOWKEY_F16, &block, &err))
+    if (n_calls-- == 0 || lowkey_h5_write_f32(file, "/floats", LOWKEY_DIMS(2, 3), floats, &err))
+        raise(SIGKILL);
+    if (n_calls-- == 0 || lowkey_h5_floats_create(file, "/block", LOWKEY_DIMS(1000, 100),
+                                                  (const int64_t[]) { 10, 100 }, LOWKEY_F16, &block, &err))
         raise(SIGKILL);
     for (int64_t i = 0; i < 1000; i += 10)
-        if (n_calls-- == 0 || lowkey_h5_floats_write(block, (const int64_t[]){ i, 0 }, (const int64_t[]){ 10, 100 }, zeros, &err))
+        if (n_calls-- == 0 || lowkey_h5_floats_write(block, (const int64_t[]) { i, 0 },
+                                                     (const int64_t[]) { 10, 100 }, zeros, &err))
             raise(SIGKILL);
     lowkey_h5_floats_close(block);
     return lowkey_h5_commit(file, NULL, NULL, &err);
@@ -318,7 +331,8 @@ static void a_killed_writer_leaves_the_old_file_whole_and_the_next_one_writes(vo
         int printed;
         const int status = run_child(write_and_die, n_calls, &printed);
         const int finished = WIFEXITED(status) && WEXITSTATUS(status) == 0;
-        if (!finished && !(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)) fail_msg("status %x", (unsigned)status);
+        if (!finished && !(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL))
+            fail_msg("status %x", (unsigned)status);
         assert_int_equal(finished, n_calls >= 104);
         unsigned char *now = slurp(path, &size_now);
         if (!finished) assert_true(size_now == size && memcmp(now, old, size) == 0);
@@ -356,9 +370,11 @@ static void a_target_that_cannot_be_written_is_refused_at_once(void **state)
     (void)state;
     lowkey_error err;
     lowkey_h5 *file;
-    assert_refused(lowkey_h5_create("/nowhere/x.h5", "model", &file, &err), LOWKEY_EIO, err, "/nowhere/x.h5: a temporary file beside it");
+    assert_refused(lowkey_h5_create("/nowhere/x.h5", "model", &file, &err), LOWKEY_EIO, err,
+                   "/nowhere/x.h5: a temporary file beside it");
     assert_refused(lowkey_h5_create(folder, "model", &file, &err), LOWKEY_EIO, err, "no regular file");
-    assert_refused(lowkey_h5_create("/proc/x.h5", "model", &file, &err), LOWKEY_EIO, err, "a temporary file beside it cannot be made");
+    assert_refused(lowkey_h5_create("/proc/x.h5", "model", &file, &err), LOWKEY_EIO, err,
+                   "a temporary file beside it cannot be made");
     assert_ok(lowkey_h5_create(path, "model", &file, &err), err);
     lowkey_h5_abandon(file);
     lowkey_h5_abandon(NULL);
@@ -388,13 +404,20 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(what_is_written_is_read, make_folder, remove_folder),
         cmocka_unit_test_setup_teardown(the_same_calls_give_the_same_bytes, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(what_is_wrong_is_said_with_file_and_object, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(a_file_that_finds_no_room_leaves_the_old_one_whole, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(a_full_disk_is_one_error_and_leaves_the_old_file_whole, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(a_killed_writer_leaves_the_old_file_whole_and_the_next_one_writes, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(a_file_that_does_not_read_back_takes_no_place, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(a_target_that_cannot_be_written_is_refused_at_once, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(errors_of_hdf5_are_printed_again_afterwards, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(what_is_wrong_is_said_with_file_and_object, make_folder,
+                                        remove_folder),
+        cmocka_unit_test_setup_teardown(a_file_that_finds_no_room_leaves_the_old_one_whole, make_folder,
+                                        remove_folder),
+        cmocka_unit_test_setup_teardown(a_full_disk_is_one_error_and_leaves_the_old_file_whole, make_folder,
+                                        remove_folder),
+        cmocka_unit_test_setup_teardown(a_killed_writer_leaves_the_old_file_whole_and_the_next_one_writes,
+                                        make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(a_file_that_does_not_read_back_takes_no_place, make_folder,
+                                        remove_folder),
+        cmocka_unit_test_setup_teardown(a_target_that_cannot_be_written_is_refused_at_once, make_folder,
+                                        remove_folder),
+        cmocka_unit_test_setup_teardown(errors_of_hdf5_are_printed_again_afterwards, make_folder,
+                                        remove_folder),
     };
     return lowkey_run_tests(tests);
 }

@@ -1,5 +1,5 @@
-/* test_half.c - number formats against an oracle in double that knows only the table of formats/README.md: a code's
- * value by ldexp, and encoding by looking for the nearest value among all codes. */
+/* test_half.c - number formats against an oracle in double that knows only the table of formats/README.md: a
+ * code's value by ldexp, and encoding by looking for the nearest value among all codes. */
 #include "formats/half.h"
 
 #include <float.h>
@@ -21,10 +21,19 @@ struct format {
     unsigned (*saturate)(float x, uint64_t *n);
 };
 
-#define FORMAT_FUNCTIONS(name, type)                                                                             \
-    static float decode_##name(unsigned code) { return lowkey_##name##_to_f32((type)code); }                     \
-    static unsigned encode_##name(float x) { return lowkey_f32_to_##name(x); }                                   \
-    static unsigned saturate_##name(float x, uint64_t *n) { return lowkey_f32_to_##name##_saturate(x, n); }
+#define FORMAT_FUNCTIONS(name, type)                                                                         \
+    static float decode_##name(unsigned code)                                                                \
+    {                                                                                                        \
+        return lowkey_##name##_to_f32((type)code);                                                           \
+    }                                                                                                        \
+    static unsigned encode_##name(float x)                                                                   \
+    {                                                                                                        \
+        return lowkey_f32_to_##name(x);                                                                      \
+    }                                                                                                        \
+    static unsigned saturate_##name(float x, uint64_t *n)                                                    \
+    {                                                                                                        \
+        return lowkey_f32_to_##name##_saturate(x, n);                                                        \
+    }
 FORMAT_FUNCTIONS(f16, uint16_t)
 FORMAT_FUNCTIONS(bf16, uint16_t)
 FORMAT_FUNCTIONS(e4m3, uint8_t)
@@ -40,7 +49,8 @@ static const struct format formats[] = {
 };
 enum { N_FORMATS = sizeof formats / sizeof formats[0] };
 
-/* A code's value by the definition of a binary floating-point number; NaN and infinities where the format has them. */
+/* A code's value by the definition of a binary floating-point number; NaN and infinities where the format has
+ * them. */
 static double value_of(const struct format *f, unsigned code)
 {
     const unsigned mantissa = code & ((1u << f->mantissa_bits) - 1);
@@ -53,7 +63,8 @@ static double value_of(const struct format *f, unsigned code)
     return sign * ldexp(mantissa + (1u << f->mantissa_bits), (int)exponent - f->bias - f->mantissa_bits);
 }
 
-/* Nearest finite value, ties to the even code; *over: a value past the largest, in the same raster, would be as near. */
+/* Nearest finite value, ties to the even code; *over: a value past the largest, in the same raster, would be
+ * as near. */
 static unsigned nearest(const struct format *f, double x, int *over)
 {
     const double a = fabs(x);
@@ -80,9 +91,10 @@ static void check_encode(const struct format *f, float x)
     uint64_t n_saturated = 0;
     const unsigned saturated = f->saturate(x, &n_saturated);
     if (saturated != want || n_saturated != (uint64_t)over)
-        fail_msg("%s of %a saturating: code 0x%x, wanted 0x%x; counted %d, wanted %d", f->name, (double)x, saturated,
-                 want, (int)n_saturated, over);
-    if (over && f->exponent_bits + f->mantissa_bits == 15) want++; /* 16-bit formats: infinity follows the largest */
+        fail_msg("%s of %a saturating: code 0x%x, wanted 0x%x; counted %d, wanted %d", f->name, (double)x,
+                 saturated, want, (int)n_saturated, over);
+    if (over && f->exponent_bits + f->mantissa_bits == 15)
+        want++; /* 16-bit formats: infinity follows the largest */
     const unsigned code = f->encode(x);
     if (code != want) fail_msg("%s of %a: code 0x%x, wanted 0x%x", f->name, (double)x, code, want);
 }
@@ -117,7 +129,8 @@ static void every_code_comes_back_from_its_value(void **state)
     }
 }
 
-/* At each midpoint of two neighbours, and one f32 to either side of it, and one f32 to either side of each value. */
+/* At each midpoint of two neighbours, and one f32 to either side of it, and one f32 to either side of each
+ * value. */
 static void rounding_turns_at_every_midpoint(void **state)
 {
     (void)state;
@@ -152,7 +165,8 @@ static void sampled_floats_of_every_exponent_round_to_the_nearest(void **state)
         for (const struct format *f = formats; f < formats + N_FORMATS; f++) check_encode(f, x);
     }
     for (int shift = 0; shift < 31; shift++)
-        for (const struct format *f = formats; f < formats + N_FORMATS; f++) check_encode(f, lowkey_f32_from_bits(1u << shift));
+        for (const struct format *f = formats; f < formats + N_FORMATS; f++)
+            check_encode(f, lowkey_f32_from_bits(1u << shift));
 }
 
 static void infinities_and_overflow_follow_each_formats_rule(void **state)
@@ -177,7 +191,8 @@ static void infinities_and_overflow_follow_each_formats_rule(void **state)
 static void nan_stays_nan_where_there_is_one(void **state)
 {
     (void)state;
-    const uint32_t nans[] = { 0x7fc00000, 0xffc00000, 0x7f800001, 0xff800001, 0x7fffffff, 0x7fbfffff, 0xffffffff };
+    const uint32_t nans[] = { 0x7fc00000, 0xffc00000, 0x7f800001, 0xff800001,
+                              0x7fffffff, 0x7fbfffff, 0xffffffff };
     for (size_t i = 0; i < sizeof nans / sizeof nans[0]; i++) {
         for (const struct format *f = formats; f < formats + N_FORMATS; f++) {
             uint64_t n = 0;

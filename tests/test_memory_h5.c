@@ -1,6 +1,7 @@
-/* test_memory_h5.c - files and an allocator that fails: for every n, the nth request of ours and all later ones are
- * refused; each call then answers LOWKEY_ENOMEM, gives back all it took, leaves no file, and works again afterwards.
- * The linker puts the functions below in place of malloc and its kin in our code (Makefile); HDF5 has its own. */
+/* test_memory_h5.c - files and an allocator that fails: for every n, the nth request of ours and all later
+ * ones are refused; each call then answers LOWKEY_ENOMEM, gives back all it took, leaves no file, and works
+ * again afterwards. The linker puts the functions below in place of malloc and its kin in our code
+ * (Makefile); HDF5 has its own. */
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -39,7 +40,10 @@ static int granted(void)
 
 void *__wrap_malloc(size_t n) { return granted() ? __real_malloc(n) : NULL; }
 void *__wrap_calloc(size_t n, size_t size) { return granted() ? __real_calloc(n, size) : NULL; }
-void *__wrap_aligned_alloc(size_t alignment, size_t n) { return granted() ? __real_aligned_alloc(alignment, n) : NULL; }
+void *__wrap_aligned_alloc(size_t alignment, size_t n)
+{
+    return granted() ? __real_aligned_alloc(alignment, n) : NULL;
+}
 char *__wrap_strdup(const char *text) { return granted() ? __real_strdup(text) : NULL; }
 char *__wrap_strndup(const char *text, size_t n) { return granted() ? __real_strndup(text, n) : NULL; }
 
@@ -75,8 +79,8 @@ static int remove_folder(void **state)
     return rmdir(folder); /* fails where a temporary file was left */
 }
 
-/* Runs a call, which frees what it made, with 0, 1, 2 .. requests granted, until it succeeds. Long calls go by steps,
- * each number in FULL=1. */
+/* Runs a call, which frees what it made, with 0, 1, 2 .. requests granted, until it succeeds. Long calls go
+ * by steps, each number in FULL=1. */
 static void fail_at_every_request(lowkey_status (*call)(lowkey_error *err), int at_least, int step)
 {
     lowkey_error err;
@@ -103,8 +107,13 @@ static int64_t offsets[3] = { 0, 1, 3 };
 
 static lowkey_status write_tokens(lowkey_error *err)
 {
-    const lowkey_tokens tokens = { .n_tokens = 3, .tokens = ids, .n_sequences = 2, .sequence_offsets = offsets, .vocab_size = 9,
-                                   .tokenizer = (char *)"t", .text_name = (char *)"x" };
+    const lowkey_tokens tokens = { .n_tokens = 3,
+                                   .tokens = ids,
+                                   .n_sequences = 2,
+                                   .sequence_offsets = offsets,
+                                   .vocab_size = 9,
+                                   .tokenizer = (char *)"t",
+                                   .text_name = (char *)"x" };
     return lowkey_tokens_write(path, &tokens, err);
 }
 
@@ -131,18 +140,32 @@ static lowkey_status write_activations(lowkey_error *err)
     static const float rows[3 * 4 * 8];
     lowkey_layer_desc layers[2];
     for (int i = 0; i < 2; i++)
-        layers[i] = (lowkey_layer_desc){ .struct_size = sizeof layers[i], .index = i, .n_q_heads = 4, .n_kv_heads = 2,
-                                         .key_head_dim = 8, .value_head_dim = 8, .rope_dims = 8, .rope_inv_freq = inv_freq };
+        layers[i] = (lowkey_layer_desc) { .struct_size = sizeof layers[i],
+                                          .index = i,
+                                          .n_q_heads = 4,
+                                          .n_kv_heads = 2,
+                                          .key_head_dim = 8,
+                                          .value_head_dim = 8,
+                                          .rope_dims = 8,
+                                          .rope_inv_freq = inv_freq };
     const struct lowkey_activations_info info = {
-        .n_model_layers = 2, .model_name = "m", .n_layers = 2, .layers = layers, .contents = 3u | 1u << LOWKEY_KEY_GRAD, .n_samples = 2,
-        .sample_offsets = offsets, .sample_sha256 = hashes, .text_name = "x",
+        .n_model_layers = 2,
+        .model_name = "m",
+        .n_layers = 2,
+        .layers = layers,
+        .contents = 3u | 1u << LOWKEY_KEY_GRAD,
+        .n_samples = 2,
+        .sample_offsets = offsets,
+        .sample_sha256 = hashes,
+        .text_name = "x",
     };
     lowkey_activations_writer *writer;
     lowkey_status status = lowkey_activations_create(path, &info, LOWKEY_F16, &writer, err);
     if (status) return status;
     for (int i = 0; i < 2 && !status; i++)
         for (int s = 0; s < LOWKEY_N_STREAMS && !status; s++)
-            if (info.contents >> s & 1) status = lowkey_activations_write(writer, i, (enum lowkey_stream)s, 0, 3, rows, err);
+            if (info.contents >> s & 1)
+                status = lowkey_activations_write(writer, i, (enum lowkey_stream)s, 0, 3, rows, err);
     if (!status) return lowkey_activations_commit(writer, err);
     lowkey_activations_abandon(writer);
     return status;
@@ -154,7 +177,8 @@ static lowkey_status read_activations(lowkey_error *err)
     lowkey_activations *a;
     lowkey_status status = lowkey_activations_open(path, &a, err);
     if (status) return status;
-    for (int i = 0; i < 2 && !status; i++) status = lowkey_activations_read(a, i, LOWKEY_VALUE, 0, 3, 0, 2, rows, err);
+    for (int i = 0; i < 2 && !status; i++)
+        status = lowkey_activations_read(a, i, LOWKEY_VALUE, 0, 3, 0, 2, rows, err);
     lowkey_activations_close(a);
     return status;
 }
@@ -187,7 +211,8 @@ static void models_survive_failed_requests(void **state)
     (void)state;
     fail_at_every_request(describe_model, 100, 3);
     lowkey_error err;
-    for (int n = 0; n < 600; n = 2 * n + 1) { /* some of them: reading the weights to every n would take long */
+    for (int n = 0; n < 600;
+         n = 2 * n + 1) { /* some of them: reading the weights to every n would take long */
         const long before = live;
         left = n;
         const lowkey_status status = open_model(&err);
@@ -221,8 +246,10 @@ static void quantizers_survive_every_failed_request(void **state)
     lowkey_error err;
     char command[400];
     const char *build = getenv("B");
-    snprintf(command, sizeof command, "%s/lowkey fit --bits 2 --outliers 0.01 --feedback --samples 0:1 --sensitivity none --out %s "
-             "experiments/data/demo/smollm2-135m.activations.h5 >/dev/null", build ? build : "build/opt", path);
+    snprintf(command, sizeof command,
+             "%s/lowkey fit --bits 2 --outliers 0.01 --feedback --samples 0:1 --sensitivity none --out %s "
+             "experiments/data/demo/smollm2-135m.activations.h5 >/dev/null",
+             build ? build : "build/opt", path);
     assert_int_equal(system(command), 0);
     lowkey_quantizer *quantizer;
     fail_at_every_request(read_quantizer, 50, 11);

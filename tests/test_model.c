@@ -1,5 +1,6 @@
-/* test_model.c - model.h5: a small model written through the layer over HDF5 reads back tensor by tensor, with and without
- * its options; a changed weight is seen by the hash. Files of others are in test_h5py_files.py. */
+/* test_model.c - model.h5: a small model written through the layer over HDF5 reads back tensor by tensor,
+ * with and without its options; a changed weight is seen by the hash. Files of others are in
+ * test_h5py_files.py. */
 #include "formats/model.h"
 
 #include <math.h>
@@ -37,8 +38,14 @@ static int remove_folder(void **state)
 /* Layer 1 has other heads than layer 0. */
 static lowkey_layer_desc layer_of(int l, const double *inv_freq)
 {
-    return (lowkey_layer_desc){ .struct_size = sizeof(lowkey_layer_desc), .index = l, .n_q_heads = l ? 2 : 6, .n_kv_heads = 2,
-                                .key_head_dim = l ? 8 : 16, .value_head_dim = 24, .rope_dims = 8, .rope_inv_freq = inv_freq };
+    return (lowkey_layer_desc) { .struct_size = sizeof(lowkey_layer_desc),
+                                 .index = l,
+                                 .n_q_heads = l ? 2 : 6,
+                                 .n_kv_heads = 2,
+                                 .key_head_dim = l ? 8 : 16,
+                                 .value_head_dim = 24,
+                                 .rope_dims = 8,
+                                 .rope_inv_freq = inv_freq };
 }
 
 static float value_at(const char *name, int64_t i)
@@ -72,13 +79,24 @@ static void write_layer(const struct writing *w, const lowkey_layer_desc *l, str
 {
     lowkey_error err;
     char group[LOWKEY_H5_MAX_PATH], name[LOWKEY_H5_MAX_PATH];
-    const int q = l->n_q_heads * l->key_head_dim, k = l->n_kv_heads * l->key_head_dim, v = l->n_kv_heads * l->value_head_dim;
-    const struct { const char *name; int rows, columns, there; } tensors[] = {
-        { "attention_norm", HIDDEN, 0, 1 }, { "query_proj", q, HIDDEN, 1 }, { "key_proj", k, HIDDEN, 1 }, { "value_proj", v, HIDDEN, 1 },
-        { "query_bias", q, 0, o.bias }, { "key_bias", k, 0, o.bias }, { "value_bias", v, 0, o.bias },
-        { "query_norm", l->key_head_dim, 0, o.qk_norm }, { "key_norm", l->key_head_dim, 0, o.qk_norm },
-        { "output_proj", HIDDEN, l->n_q_heads * l->value_head_dim, 1 }, { "ffn_norm", HIDDEN, 0, 1 },
-        { "gate_proj", INTERMEDIATE, HIDDEN, 1 }, { "up_proj", INTERMEDIATE, HIDDEN, 1 }, { "down_proj", HIDDEN, INTERMEDIATE, 1 },
+    const int q = l->n_q_heads * l->key_head_dim, k = l->n_kv_heads * l->key_head_dim,
+              v = l->n_kv_heads * l->value_head_dim;
+    const struct { const char *name; int rows, columns, there;
+    } tensors[] = {
+        { "attention_norm", HIDDEN, 0, 1 },
+        { "query_proj", q, HIDDEN, 1 },
+        { "key_proj", k, HIDDEN, 1 },
+        { "value_proj", v, HIDDEN, 1 },
+        { "query_bias", q, 0, o.bias },
+        { "key_bias", k, 0, o.bias },
+        { "value_bias", v, 0, o.bias },
+        { "query_norm", l->key_head_dim, 0, o.qk_norm },
+        { "key_norm", l->key_head_dim, 0, o.qk_norm },
+        { "output_proj", HIDDEN, l->n_q_heads * l->value_head_dim, 1 },
+        { "ffn_norm", HIDDEN, 0, 1 },
+        { "gate_proj", INTERMEDIATE, HIDDEN, 1 },
+        { "up_proj", INTERMEDIATE, HIDDEN, 1 },
+        { "down_proj", HIDDEN, INTERMEDIATE, 1 },
     };
     lowkey_h5_layer_path(l->index, NULL, group);
     assert_ok(lowkey_h5_put_group(w->file, group, &err), err);
@@ -107,10 +125,16 @@ static void write_model_of(struct options o, int stated)
     if (!o.tied) write_tensor(&w, "/output", VOCABULARY, HIDDEN);
     assert_ok(lowkey_sha256_end(w.sha256, sha256, &err), err);
     assert_ok(lowkey_h5_write_identity(w.file, N_LAYERS, "m", sha256, &err), err);
-    const struct { const char *name; int value; } numbers[] = {
-        { "hidden_size", stated ? stated : HIDDEN }, { "intermediate_size", stated ? stated : INTERMEDIATE },
-        { "vocab_size", stated ? stated : VOCABULARY }, { "tied_output", o.tied },
-        { "attention_bias", o.bias }, { "qk_norm", o.qk_norm }, { "bos_token_id", -1 }, { "eos_token_id", 10 },
+    const struct { const char *name; int value;
+    } numbers[] = {
+        { "hidden_size", stated ? stated : HIDDEN },
+        { "intermediate_size", stated ? stated : INTERMEDIATE },
+        { "vocab_size", stated ? stated : VOCABULARY },
+        { "tied_output", o.tied },
+        { "attention_bias", o.bias },
+        { "qk_norm", o.qk_norm },
+        { "bos_token_id", -1 },
+        { "eos_token_id", 10 },
     };
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         assert_ok(lowkey_h5_put_int(w.file, "/", numbers[i].name, numbers[i].value, &err), err);
@@ -183,7 +207,8 @@ static void a_description_has_all_but_the_weights(void **state)
         assert_null(m->token_embedding);
         assert_null(m->layers[0].query_proj);
         assert_int_equal(m->n_parameters, whole->n_parameters);
-        assert_int_equal(m->n_parameters, 2 * VOCABULARY * HIDDEN + HIDDEN + 2 * (2 * HIDDEN + 3 * HIDDEN * INTERMEDIATE) +
+        assert_int_equal(m->n_parameters, 2 * VOCABULARY * HIDDEN + HIDDEN +
+                                              2 * (2 * HIDDEN + 3 * HIDDEN * INTERMEDIATE) +
                                               (96 + 32 + 48) * (HIDDEN + 1) + 2 * 16 + HIDDEN * 6 * 24 +
                                               (16 + 16 + 48) * (HIDDEN + 1) + 2 * 8 + HIDDEN * 2 * 24);
         assert_memory_equal(m->sha256, whole->sha256, 32);
@@ -205,16 +230,20 @@ static void a_changed_weight_is_seen_by_the_hash_alone(void **state)
     assert_non_null(file);
     float found = NAN;
     long at = 0;
-    for (; fseek(file, at, SEEK_SET) == 0 && fread(&found, sizeof found, 1, file) == 1 && found != wanted; at++) {}
+    for (; fseek(file, at, SEEK_SET) == 0 && fread(&found, sizeof found, 1, file) == 1 && found != wanted;
+         at++) {
+    }
     assert_true(found == wanted);
     fseek(file, at, SEEK_SET);
     fputc(((unsigned char *)&found)[0] ^ 1, file);
     fclose(file);
     assert_ok(lowkey_model_open(path, 0, &m, &err), err);
     lowkey_model_free(m);
-    assert_refused(lowkey_model_open(path, 1, &m, &err), LOWKEY_EFORMAT, err, "attribute model_sha256: expected");
+    assert_refused(lowkey_model_open(path, 1, &m, &err), LOWKEY_EFORMAT, err,
+                   "attribute model_sha256: expected");
     assert_null(m);
-    assert_refused(lowkey_model_describe(path, 1, &m, &err), LOWKEY_EFORMAT, err, "attribute model_sha256: expected");
+    assert_refused(lowkey_model_describe(path, 1, &m, &err), LOWKEY_EFORMAT, err,
+                   "attribute model_sha256: expected");
     assert_null(m);
 }
 
@@ -225,9 +254,11 @@ static void sizes_that_no_machine_holds_are_refused_before_they_are_added_up(voi
     lowkey_error err;
     lowkey_model *m;
     write_model_of((struct options){ .tied = 1 }, 2147483647);
-    assert_refused(lowkey_model_open(path, 0, &m, &err), LOWKEY_EFORMAT, err, "/token_embedding: expected float [2147483647, 2147483647]");
+    assert_refused(lowkey_model_open(path, 0, &m, &err), LOWKEY_EFORMAT, err,
+                   "/token_embedding: expected float [2147483647, 2147483647]");
     assert_null(m);
-    assert_refused(lowkey_model_describe(path, 0, &m, &err), LOWKEY_EFORMAT, err, "/token_embedding: expected float");
+    assert_refused(lowkey_model_describe(path, 0, &m, &err), LOWKEY_EFORMAT, err,
+                   "/token_embedding: expected float");
     assert_null(m);
 }
 
@@ -236,8 +267,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_model_reads_back_with_every_option, make_folder, remove_folder),
         cmocka_unit_test_setup_teardown(a_description_has_all_but_the_weights, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(a_changed_weight_is_seen_by_the_hash_alone, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(sizes_that_no_machine_holds_are_refused_before_they_are_added_up, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(a_changed_weight_is_seen_by_the_hash_alone, make_folder,
+                                        remove_folder),
+        cmocka_unit_test_setup_teardown(sizes_that_no_machine_holds_are_refused_before_they_are_added_up,
+                                        make_folder, remove_folder),
     };
     return lowkey_run_tests(tests);
 }

@@ -5,10 +5,13 @@
 
 #include "tests/check.h"
 
-static const struct { const char *text, *digest; } examples[] = { /* FIPS 180-4 */
+static const struct { const char *text, *digest;
+} examples[] = {
+    /* FIPS 180-4 */
     { "", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" },
     { "abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad" },
-    { "abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1" },
+    { "abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+      "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1" },
 };
 
 static void published_examples_have_their_digests(void **state)
@@ -32,7 +35,8 @@ static void parts_give_the_digest_of_the_whole(void **state)
     for (int i = 0; i < 1000; i++) bytes[i] = (unsigned char)(i * 7);
     assert_ok(lowkey_sha256_of(bytes, sizeof bytes, whole, &err), err);
     lowkey_sha256 *sha256 = lowkey_sha256_begin();
-    for (size_t at = 0, n = 0; at < sizeof bytes; at += n, n = n % 97 + 1 > sizeof bytes - at ? sizeof bytes - at : n % 97 + 1)
+    for (size_t at = 0, n = 0;
+         at<sizeof bytes; at += n, n = n % 97 + 1> sizeof bytes - at ? sizeof bytes - at : n % 97 + 1)
         lowkey_sha256_add(sha256, bytes + at, n);
     assert_ok(lowkey_sha256_end(sha256, parts, &err), err);
     assert_memory_equal(whole, parts, 32);

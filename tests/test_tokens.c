@@ -1,5 +1,5 @@
-/* test_tokens.c - tokens.h5: what is written is read, the same bytes each time; bad tokens and offsets are refused on
- * both sides. */
+/* test_tokens.c - tokens.h5: what is written is read, the same bytes each time; bad tokens and offsets are
+ * refused on both sides. */
 #include "formats/tokens.h"
 
 #include <stdlib.h>
@@ -14,9 +14,16 @@ static int64_t offsets[3] = { 0, 3, 7 };
 
 static lowkey_tokens example(void)
 {
-    return (lowkey_tokens){ .n_tokens = 7, .tokens = ids, .n_sequences = 2, .sequence_offsets = offsets, .vocab_size = 100,
-                            .add_bos = 1, .tokenizer = (char *)"bpe", .text_name = (char *)"text", .tokenizer_sha256 = { 1 },
-                            .text_sha256 = { 2, 3 } };
+    return (lowkey_tokens) { .n_tokens = 7,
+                             .tokens = ids,
+                             .n_sequences = 2,
+                             .sequence_offsets = offsets,
+                             .vocab_size = 100,
+                             .add_bos = 1,
+                             .tokenizer = (char *)"bpe",
+                             .text_name = (char *)"text",
+                             .tokenizer_sha256 = { 1 },
+                             .text_sha256 = { 2, 3 } };
 }
 
 static int make_folder(void **state)
@@ -61,13 +68,16 @@ static void bad_tokens_are_not_written(void **state)
     lowkey_error err;
     lowkey_tokens tokens = example();
     tokens.vocab_size = 99;
-    assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EINVAL, err, "tokens[2]: expected 0..98, found 99");
+    assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EINVAL, err,
+                   "tokens[2]: expected 0..98, found 99");
     tokens = example();
     int64_t late[3] = { 1, 3, 7 }, flat[3] = { 0, 0, 7 }, over[3] = { 0, 3, 8 };
     tokens.sequence_offsets = late;
-    assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EFORMAT, err, "expected from 0 to 7, found from 1 to 7");
+    assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EFORMAT, err,
+                   "expected from 0 to 7, found from 1 to 7");
     tokens.sequence_offsets = flat;
-    assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EFORMAT, err, "[1]: expected more than 0");
+    assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EFORMAT, err,
+                   "[1]: expected more than 0");
     tokens.sequence_offsets = over;
     assert_refused(lowkey_tokens_write(path, &tokens, &err), LOWKEY_EFORMAT, err, "from 0 to 8");
     tokens = example();
@@ -101,13 +111,15 @@ static void bad_files_are_refused_in_words(void **state)
         const int64_t bad_offsets[3] = { 0, cases[i].middle, cases[i].end };
         assert_ok(lowkey_h5_create(path, "tokens", &file, &err), err);
         assert_ok(lowkey_h5_put_string(file, "/", "tokenizer", "bpe", &err), err);
-        assert_ok(lowkey_h5_put_sha256(file, "/", "tokenizer_sha256", (const unsigned char[32]){ 1 }, &err), err);
+        assert_ok(lowkey_h5_put_sha256(file, "/", "tokenizer_sha256", (const unsigned char[32]) { 1 }, &err),
+                  err);
         assert_ok(lowkey_h5_put_int(file, "/", "vocab_size", 100, &err), err);
         assert_ok(lowkey_h5_put_string(file, "/", "text_name", "", &err), err);
         assert_ok(lowkey_h5_put_sha256(file, "/", "text_sha256", (const unsigned char[32]){ 1 }, &err), err);
         assert_ok(lowkey_h5_put_int(file, "/", "add_bos", cases[i].add_bos, &err), err);
         assert_ok(lowkey_h5_write_ints(file, "/tokens", LOWKEY_DIMS(7), bad_ids, 4, 1, &err), err);
-        assert_ok(lowkey_h5_write_ints(file, "/sequence_offsets", LOWKEY_DIMS(3), bad_offsets, 8, 1, &err), err);
+        assert_ok(lowkey_h5_write_ints(file, "/sequence_offsets", LOWKEY_DIMS(3), bad_offsets, 8, 1, &err),
+                  err);
         if (cases[i].extra) assert_ok(lowkey_h5_put_group(file, cases[i].extra, &err), err);
         assert_ok(lowkey_h5_commit(file, NULL, NULL, &err), err);
         assert_refused(lowkey_tokens_open(path, &tokens, &err), LOWKEY_EFORMAT, err, cases[i].words);
