@@ -364,14 +364,20 @@ lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int 
                                            lowkey_error *err)
 {
     enum { MOST = 64 };
-    const int64_t bytes_at_once = INT64_C(256) << 20;
+    const int64_t bytes_at_once = INT64_C(256) << 20, most_bytes = INT64_C(768) << 20;
     const lowkey_layer_desc *desc = &captures->info->layers[layer];
-    const int64_t row = 4 * (5 * desc->key_head_dim + 2 * desc->value_head_dim + 2 * BATCH +
-                             4); /* a job's bytes a token */
+    /* a job's bytes a token */
+    const int64_t row = 4 * (5 * desc->key_head_dim + 2 * desc->value_head_dim + 2 * BATCH + 4);
     const int n_jobs = captures->n_samples * desc->n_kv_heads,
               most = n_threads * 2 < MOST ? n_threads * 2 : MOST;
     struct job jobs[MOST];
     lowkey_status status = LOWKEY_OK;
+    for (int s = 0; s < captures->n_samples; s++)
+        if (captures->samples[s].n_tokens > most_bytes / row)
+            return lowkey_fail(
+                err, LOWKEY_EUNSUPPORTED,
+                "layer %d: a sample of %lld tokens: attention over it fits into memory up to %lld",
+                desc->index, (long long)captures->samples[s].n_tokens, (long long)(most_bytes / row));
     if (out->moments)
         memset(out->moments, 0,
                (size_t)desc->n_kv_heads * (size_t)desc->key_head_dim * (size_t)desc->key_head_dim *

@@ -246,6 +246,7 @@ int lowkey_bench_tables(int argc, char **argv)
     if (bad) return bad;
     if (settings.input) return lowkey_command_usage("bench", "tables makes its own points");
     enum { DISTINCT = 64 };
+    lowkey_keep_freed_memory();
     const size_t n = (size_t)settings.points;
     float *x = NULL, *w = NULL;
     lowkey_status *statuses = malloc((size_t)settings.channels * sizeof *statuses);

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <getopt.h>
 #include <limits.h>
+#include <malloc.h>
 #include <math.h>
 #include <sched.h>
 #include <signal.h>
@@ -148,6 +149,14 @@ void lowkey_catch_interrupts(void)
 int lowkey_interrupted(void)
 {
     return interrupted;
+}
+
+void lowkey_keep_freed_memory(void)
+{
+#if defined(__GLIBC__)
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 128 << 20);
+#endif
 }
 
 double lowkey_seconds(void)

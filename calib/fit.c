@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "calib/attention.h"
 #include "calib/feedback.h"
@@ -52,12 +53,18 @@ static lowkey_status check_feedback(const lowkey_captures *captures, const struc
     return LOWKEY_OK;
 }
 
+/* Does the matrix of keys' feedback come from queries? */
+static int feeds_from_queries(const lowkey_captures *captures, const struct lowkey_fit_options *options)
+{
+    return options->side[0].feedback && !has(captures, LOWKEY_KEY_GRAD);
+}
+
 /* Weights, and the matrix of keys, from queries: one run for whatever of them is wanted. */
 static lowkey_status attend(struct layer_fit *fit, lowkey_error *err)
 {
     const lowkey_layer_desc *desc = &fit->captures->info->layers[fit->layer];
     const int weighs = fit->sensitivity == LOWKEY_SENSITIVITY_ATTENTION;
-    const int feeds = fit->options->side[0].feedback && !has(fit->captures, LOWKEY_KEY_GRAD);
+    const int feeds = feeds_from_queries(fit->captures, fit->options);
     if (!weighs && !feeds) return LOWKEY_OK;
     const int64_t n = fit->captures->n_tokens;
     const size_t H = (size_t)desc->n_kv_heads, D = (size_t)desc->key_head_dim;
@@ -68,8 +75,9 @@ static lowkey_status attend(struct layer_fit *fit, lowkey_error *err)
         return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu matrices of %zu channels", H, D);
     const struct lowkey_attention wanted = { weighs ? &fit->store[0] : NULL, weighs ? &fit->store[1] : NULL,
                                              fit->moments };
-    return lowkey_attention_sensitivity(fit->captures, fit->layer, fit->options->n_queries,
-                                        fit->options->n_threads, &wanted, err);
+    LOWKEY_TRY(lowkey_attention_sensitivity(fit->captures, fit->layer, fit->options->n_queries,
+                                            fit->options->n_threads, &wanted, err));
+    return lowkey_side_fit_passed(&fit->side[0], (double)n, err);
 }
 
 static struct lowkey_weights weights_of(const struct layer_fit *fit, int which)
@@ -189,10 +197,17 @@ static lowkey_status fit_layer(struct layer_fit *fit, lowkey_layer_desc *layer, 
     return status;
 }
 
-/* Passes over the tokens of a side: its columns, its scales, its corrections, its report. */
-static double passes(const struct lowkey_side_options *side)
+/* Passes over the tokens of a layer, for progress: of each side its columns, its scales, its corrections,
+ * its report. */
+static double passes(const lowkey_captures *captures, const struct lowkey_fit_options *options,
+                     enum lowkey_sensitivity sensitivity)
 {
-    return 2 + (side->token_scale != LOWKEY_SCALE_NONE) + (side->gain || side->qnorm);
+    int n = sensitivity == LOWKEY_SENSITIVITY_ATTENTION || feeds_from_queries(captures, options);
+    for (int which = 0; which < 2; which++) {
+        const struct lowkey_side_options *side = &options->side[which];
+        n += 2 + (side->token_scale != LOWKEY_SCALE_NONE) + (side->gain || side->qnorm);
+    }
+    return n;
 }
 
 static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_options *options,
@@ -209,8 +224,7 @@ static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_o
     struct lowkey_progress progress;
     double work_done = 0;
     lowkey_progress_start(&progress, "fit",
-                          (passes(&options->side[0]) + passes(&options->side[1])) * n_layers *
-                              (double)captures->n_tokens);
+                          passes(captures, options, sensitivity) * n_layers * (double)captures->n_tokens);
     lowkey_status status = LOWKEY_OK;
     for (int i = 0; i < n_layers && status == LOWKEY_OK; i++) {
         struct layer_fit fit = {
@@ -270,6 +284,17 @@ static lowkey_status fill_record(struct result *result, const struct lowkey_fit_
     return LOWKEY_OK;
 }
 
+/* A capture is dear: the quantizer may not take the place of one it is made from. */
+static lowkey_status check_output(int n_paths, const char *const *paths, const char *out, lowkey_error *err)
+{
+    struct stat output, input;
+    for (int f = 0; f < n_paths && stat(out, &output) == 0; f++)
+        if (stat(paths[f], &input) == 0 && input.st_dev == output.st_dev && input.st_ino == output.st_ino)
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: expected another file than the activations %s", out,
+                               paths[f]);
+    return LOWKEY_OK;
+}
+
 lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
                          const struct lowkey_fit_options *options, struct lowkey_fit_result **result_out,
                          lowkey_error *err)
@@ -283,6 +308,7 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
     openblas_set_num_threads(1); /* threads are ours: sums in one order */
     lowkey_status status = lowkey_captures_open(n_paths, paths, options->first_sample, options->end_sample,
                                                 options->n_sinks, &result->captures, err);
+    if (status == LOWKEY_OK) status = check_output(n_paths, paths, out, err);
     if (status == LOWKEY_OK)
         status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents,
                                            result->captures->some_contents, &sensitivity, err);

@@ -294,6 +294,7 @@ int lowkey_fit_cmd(int argc, char **argv)
     const int bad = parse(argc, argv, &command);
     if (bad) return bad < 0 ? 0 : bad;
     lowkey_catch_interrupts();
+    lowkey_keep_freed_memory();
     struct lowkey_fit_result *result;
     lowkey_error err;
     if (lowkey_fit(argc - optind, (const char *const *)(argv + optind), command.out, &command.options,

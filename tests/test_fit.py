@@ -502,6 +502,10 @@ def test_bad_files():
     refused("", path("no such file"), words=["no such file"])
     refused("", FOLDER, words=[FOLDER])
     refused("", made(layers=()), words=["layer_index"])
+    done, _ = run("", good, out=good)
+    assert done.returncode == 1 and "another file" in done.stderr
+    with open(good, "rb") as file:
+        assert file.read() == content
     done, _ = run("", good, out="/nowhere/at/all/q.h5")
     assert done.returncode == 1 and "/nowhere/at/all" in done.stderr
     assert not glob.glob(os.path.join(FOLDER, ".lowkey*"))
