@@ -6,6 +6,8 @@
 # make fuzz            libFuzzer (needs clang) on quantizer files, FUZZ=60 seconds of it; finds go to build/fuzz
 # make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
 # make V=1             with the commands in full
+# make damage          what formats do to attention, all layers, into experiments/results (half an hour)
+# make fit-scale       calibration's time, memory, determinism, into experiments/results
 # make bench-solvers   codebook solvers side by side, into experiments/results/solvers.csv
 # make install PREFIX=/usr/local [DESTDIR=]
 #
@@ -99,6 +101,21 @@ build/model/wiki.%.tokens.h5: experiments/tokenize_text.py experiments/data/wiki
 demo: all build/venv/.done
 	@scripts/demo.sh
 
+# What formats do to attention, on all layers and enough tokens to judge by; about half an hour on two cores.
+capture := build/damage/capture.activations.h5
+$(capture): $(models) | all
+	@mkdir -p $(@D)
+	build/lowkey capture --model $(firstword $(models)) --tokens $(word 2,$(models)) --samples 16 --length 2048 --out $@
+damage: $(capture) all build/venv/.done
+	scripts/damage.sh $(capture) 0:8 8:16 build/damage
+	awk -v commit="$$(git rev-parse --short HEAD)" '{ print $$0 "," (NR == 1 ? "commit" : commit) }' build/damage/damage.csv \
+	    >experiments/results/damage.csv
+	cp build/damage/damage.png experiments/results/
+
+# Calibration's time, memory and determinism.
+fit-scale: all build/venv/.done $(models)
+	$(python) experiments/fit_scale.py
+
 test: all $(tests) build/venv/.done $(models)
 	@$(CC) -std=c11 -pedantic -Wc++-compat -Werror -fsyntax-only runtime/lowkey.h
 	@B=$B SAN=$(SAN) tests/run.sh $(T)
@@ -125,6 +142,6 @@ install: all
 
 clean:
 	rm -rf build/opt build/san build/fuzz build/lowkey
-.PHONY: all demo model test test-full fuzz bench-solvers install clean
+.PHONY: all demo damage fit-scale model test test-full fuzz bench-solvers install clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

@@ -24,10 +24,11 @@ rc=$?
 ran() { cat "$folder/err" && [ $rc = 0 ] && [ ! -s "$folder/err" ]; }
 check "demo: it runs and complains of nothing" ran
 
-# f16, and sixteen formats in the order of the script; three figures of each that do not depend on the data
+# f16, and nineteen formats in the order of the script; three figures of each that do not depend on the data
 table() {
     cat "$folder/out"
-    for row in "f16 16.00" "nuq4 4.00" "nuq3 3.00" "nuq2 2.00" "nuq2-1% 2.[34]" "nuq3.feedback 3.00" "nuq2.feedback 2.00" \
+    for row in "f16 16.00" "nuq4 4.00" "nuq3 3.00" "nuq2 2.00" "nuq4-1% 4.[34]" "nuq3-1% 3.[34]" "nuq2-1% 2.[34]" \
+        "nuq4.feedback 4.00" "nuq3.feedback 3.00" "nuq2.feedback 2.00" \
         "nuq2.feedback.gain 2.00" "kvquant4-1% 4.4" "kvquant3-1% 3.4" "kvquant2-1% 2.4" "uniform4 4.17" "uniform3 3.17" \
         "uniform2 2.17" "nf4 4.17" "nf3 3.17" "nf2 2.17"; do
         grep -qE "^${row% *} +${row#* }" "$folder/out" || { echo "no row: $row"; return 1; }
@@ -40,14 +41,14 @@ order() {
     awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) column[$i] = i; next }
              { kl[$column["format"]] = $column["softmax_kl"]; overlap += $column["fit_overlap"] }
              END { print NR, kl["nuq2"], kl["nuq2+feedback"], kl["uniform2"], kl["nuq4"]
-                   exit !(NR == 18 && overlap == 0 && kl["f16"] < 1e-6 && kl["nuq2+feedback"] < kl["nuq2"] / 2 &&
+                   exit !(NR == 21 && overlap == 0 && kl["f16"] < 1e-6 && kl["nuq2+feedback"] < kl["nuq2"] / 2 &&
                           kl["nuq2"] < kl["nf2"] && kl["nf2"] < kl["uniform2"] && kl["nuq4"] < kl["nuq3"] && kl["nuq3"] < kl["nuq2"]) }' \
-        "$folder/demo/demo.csv"
+        "$folder/demo/damage.csv"
 }
 check "demo: the rows say what the formats are known for, on samples that none was fitted on" order
 
-plot() { [ "$(head -c 8 "$folder/demo/demo.png" | od -An -tx1 | tr -d ' \n')" = 89504e470d0a1a0a ] &&
-    [ "$(wc -c <"$folder/demo/demo.png")" -gt 20000 ]; }
+plot() { [ "$(head -c 8 "$folder/demo/damage.png" | od -An -tx1 | tr -d ' \n')" = 89504e470d0a1a0a ] &&
+    [ "$(wc -c <"$folder/demo/damage.png")" -gt 20000 ]; }
 check "demo: the plot is a PNG" plot
 
 quick() { cat "$folder/time" && awk '{ exit !($1 + $2 < 50) }' "$folder/time"; }
