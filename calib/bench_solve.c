@@ -83,12 +83,9 @@ static int parse(const char *what, int argc, char **argv, struct settings *setti
 /* A file of f32 in this machine's byte order, whole. */
 static lowkey_status read_raw(const char *path, size_t *n, float **out, lowkey_error *err)
 {
-    FILE *file = fopen(path, "rb");
-    struct stat info;
-    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) {
-        if (file) fclose(file);
-        return lowkey_fail(err, LOWKEY_EIO, "%s: cannot be read", path);
-    }
+    struct stat info; /* before opening: a pipe would keep us waiting for its writer */
+    FILE *file = stat(path, &info) == 0 && S_ISREG(info.st_mode) ? fopen(path, "rb") : NULL;
+    if (!file) return lowkey_fail(err, LOWKEY_EIO, "%s: cannot be read", path);
     const size_t bytes = (size_t)info.st_size;
     *n = bytes / sizeof(float);
     *out = bytes % sizeof(float) ? NULL : malloc(bytes + 1);

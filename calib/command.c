@@ -12,6 +12,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -103,6 +104,17 @@ int lowkey_parse_list(const char *command, const char *option, const char *text,
         at = rest + 1;
     }
     if (!*out) return lowkey_command_usage(command, "no memory for %s", option);
+    return 0;
+}
+
+int lowkey_check_output(const char *command, const char *option, const char *out, int n_inputs, const char *const *inputs)
+{
+    struct stat of_out, of_input;
+    if (!*out) return lowkey_command_usage(command, "%s takes a file's name, not ''", option);
+    if (stat(out, &of_out) != 0) return 0;
+    for (int i = 0; i < n_inputs; i++)
+        if (stat(inputs[i], &of_input) == 0 && of_input.st_dev == of_out.st_dev && of_input.st_ino == of_out.st_ino)
+            return lowkey_command_usage(command, "%s %s is the input %s", option, out, inputs[i]);
     return 0;
 }
 

@@ -24,6 +24,9 @@ int lowkey_parse_range(const char *command, const char *option, const char *text
 /* A,B,... rising, 0..65535. *out is to be freed. */
 int lowkey_parse_list(const char *command, const char *option, const char *text, int **out, int *n);
 
+/* Refuse an output that is one of the inputs, by whatever name, and an empty name: writing would replace the input. */
+int lowkey_check_output(const char *command, const char *option, const char *out, int n_inputs, const char *const *inputs);
+
 /* Progress with an ETA on stderr; silent where stderr is no terminal. */
 struct lowkey_progress {
     const char *what;

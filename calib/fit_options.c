@@ -48,12 +48,13 @@ int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options)
 
 static lowkey_status check_side(const struct lowkey_side_options *side, const char *name, lowkey_error *err)
 {
-    int any_table = 0, any_one = 0;
+    int any_table = 0, any_one = 0, any_packed = 0;
     for (int i = 0; i < side->n_widths; i++) {
         if (!lowkey_wide_bits(side->widths[i]))
             return lowkey_fail(err, LOWKEY_EINVAL, "%s: a width is 1 to 5, 8 or 16 bits, not %d", name,
                                side->widths[i]);
         any_table |= side->widths[i] <= 5;
+        any_packed |= side->widths[i] <= 8;
         any_one |= side->widths[i] == 1;
     }
     if (side->n_widths < 1) return lowkey_fail(err, LOWKEY_EINVAL, "%s: no width is given", name);
@@ -64,6 +65,12 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
                            side->outlier_fraction);
     if (!any_table && side->token_scale != LOWKEY_SCALE_NONE)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a token scale belongs to widths of 1 to 5 bits", name);
+    if (side->token_scale == LOWKEY_SCALE_NONE && side->scale_block != 0)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a scale block belongs to a token scale", name);
+    if (side->outlier_fraction == 0 && (side->outlier_cap != 0 || side->outlier_page_capacity != 0))
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a cap or a page of outliers belongs to a fraction of outliers", name);
+    if (!any_packed && side->outlier_fraction > 0)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: 16 bits have no outliers", name);
     if (!any_table && (side->gain || side->qnorm))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a correction belongs to widths of 1 to 5 bits", name);
     if (side->gain && side->qnorm)

@@ -107,7 +107,13 @@ static int parse(int argc, char **argv, struct settings *settings)
     options->n_threads = (int)threads;
     options->n_formats = argc - optind;
     options->formats = (const char *const *)argv + optind;
-    return 0;
+    if (!settings->csv) return 0;
+    bad = lowkey_check_output("error", "--csv", settings->csv, 1, &options->activations);
+    for (int i = optind; i < argc && !bad; i++) {
+        const char *label_end = strchr(argv[i], '='), *format = label_end ? label_end + 1 : argv[i];
+        bad = lowkey_check_output("error", "--csv", settings->csv, 1, &format);
+    }
+    return bad;
 }
 
 static void warn_of_overlap(const struct lowkey_damage_result *result)
@@ -122,13 +128,15 @@ static void warn_of_overlap(const struct lowkey_damage_result *result)
     }
 }
 
+/* The CSV first: where that fails, nothing is printed. */
 static lowkey_status print(const struct lowkey_damage_result *result, const struct settings *settings,
-                           FILE *csv, lowkey_error *err)
+                           struct lowkey_whole_file *csv, lowkey_error *err)
 {
-    int good = !csv || lowkey_damage_print_csv(result, settings->detail, csv);
-    if (settings->json)
-        good = good && lowkey_damage_print_json(result, settings->detail, stdout);
-    else
+    int good = !csv->to || lowkey_damage_print_csv(result, settings->detail, csv->to);
+    if (good && csv->to) LOWKEY_TRY(lowkey_whole_file_commit(csv, err));
+    if (good && settings->json)
+        good = lowkey_damage_print_json(result, settings->detail, stdout);
+    else if (good)
         lowkey_damage_print_table(result, settings->detail, stdout);
     if (fflush(stdout) != 0 || ferror(stdout))
         return lowkey_fail(err, LOWKEY_EIO, "stdout: cannot write: %s", strerror(errno));
@@ -144,8 +152,7 @@ static lowkey_status run(const struct settings *settings, lowkey_error *err)
     lowkey_status status = settings->csv ? lowkey_whole_file_open(&csv, settings->csv, err) : LOWKEY_OK;
     if (status == LOWKEY_OK) status = lowkey_damage_run(&settings->options, &result, err);
     if (status == LOWKEY_OK) warn_of_overlap(result);
-    if (status == LOWKEY_OK) status = print(result, settings, csv.to, err);
-    if (status == LOWKEY_OK && csv.to) status = lowkey_whole_file_commit(&csv, err);
+    if (status == LOWKEY_OK) status = print(result, settings, &csv, err);
     lowkey_whole_file_abandon(&csv);
     lowkey_damage_result_free(result);
     return status;

@@ -1,7 +1,9 @@
 /* lowkey.c - the command: one table of subcommands, each implemented in the folder that does the work. */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "calib/command.h"
 #include "calib/fit.h"
@@ -54,6 +56,14 @@ static int probe_files(const char *command, int argc, char **argv)
     return 0;
 }
 
+/* Where one of them is closed, the next file to be opened would take its place, and what is printed would go into that
+ * file. What stands there instead cannot be used either, so that printing fails. */
+static void fill_standard_streams(void)
+{
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) != fd) _exit(1);
+}
+
 /* Results that do not arrive are a failure, whatever the command thought. */
 static int check_stdout(const char *command, int exit_status)
 {
@@ -64,11 +74,12 @@ static int check_stdout(const char *command, int exit_status)
 
 int main(int argc, char **argv)
 {
+    fill_standard_streams();
     lowkey_blas_core_choose(argv);
     if (argc < 2) return print_usage(stderr), 2;
-    if (strcmp(argv[1], "--version") == 0) return printf("lowkey %s\n", lowkey_version()), 0;
+    if (strcmp(argv[1], "--version") == 0) return printf("lowkey %s\n", lowkey_version()), check_stdout("--version", 0);
     const int asks_help = strcmp(argv[1], "help") == 0 || strcmp(argv[1], "--help") == 0;
-    if (asks_help && argc == 2) return print_usage(stdout), 0;
+    if (asks_help && argc == 2) return print_usage(stdout), check_stdout("help", 0);
     const struct subcommand *s = find(argv[asks_help ? 2 : 1]);
     if (!s) return fprintf(stderr, "lowkey: no command '%s'; see lowkey help\n", argv[asks_help ? 2 : 1]), 2;
     if (asks_help) return check_stdout(s->name, s->run(2, (char *[]){ argv[2], (char *)"--help", NULL }));
