@@ -13,8 +13,9 @@ void lowkey_blas_core_choose(char **argv)
     static const char variable[] = "OPENBLAS_CORETYPE";
     const char *better = NULL;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) better = "Haswell";
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512cd"))
         better = "SkylakeX";
     if (!better || getenv(variable) || strcmp(openblas_get_corename(), "Prescott") != 0) return;
     char program[4096];

@@ -19,7 +19,7 @@ struct capture {
     const struct lowkey_capture_request *request;
     struct lowkey_attention attention; /* does the work */
     lowkey_activations_writer *writer;
-    int64_t row;                       /* of the file, of the chunk's first token */
+    int64_t row; /* of the file, of the chunk's first token */
 };
 
 /* Which of the layers to write a layer of the model is, or -1. */
@@ -35,10 +35,13 @@ static lowkey_status write_and_attend(void *user, const struct lowkey_attention_
     struct capture *capture = user;
     const int i = captured_as(capture->request, step->layer->index);
     if (i >= 0) {
-        LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_KEY, capture->row, step->n_tokens, step->key, err));
-        LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_VALUE, capture->row, step->n_tokens, step->value, err));
+        LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_KEY, capture->row, step->n_tokens,
+                                            step->key, err));
+        LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_VALUE, capture->row, step->n_tokens,
+                                            step->value, err));
         if (capture->request->queries)
-            LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_QUERY, capture->row, step->n_tokens, step->query, err));
+            LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_QUERY, capture->row,
+                                                step->n_tokens, step->query, err));
     }
     return capture->attention.step(capture->attention.user, step, err);
 }
@@ -75,8 +78,9 @@ static lowkey_status run_samples(struct capture *capture, lowkey_decoder *decode
         for (int first = 0; status == LOWKEY_OK && first < request->length; first += max_chunk) {
             const int n = request->length - first < max_chunk ? request->length - first : max_chunk;
             capture->row = i * request->length + first;
-            status = lowkey_interrupted() ? lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted; nothing was written")
-                                          : lowkey_decoder_forward(decoder, tokens + first, n, NULL, err);
+            status = lowkey_interrupted()
+                         ? lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted; nothing was written")
+                         : lowkey_decoder_forward(decoder, tokens + first, n, NULL, err);
             lowkey_progress_at(&progress, (double)(capture->row + n));
         }
     }
@@ -88,16 +92,21 @@ static lowkey_status run_samples(struct capture *capture, lowkey_decoder *decode
 static lowkey_status run_model(struct capture *capture, lowkey_error *err)
 {
     const struct lowkey_capture_request *request = capture->request;
-    const int n_layers = request->layers[request->n_layers - 1] + 1; /* what comes behind the last one is not needed */
+    /* What comes behind the last layer wanted is not needed. */
+    const int n_layers = request->layers[request->n_layers - 1] + 1;
+    const struct lowkey_decoder_config config = {
+        .model = request->model,
+        .attention = { write_and_attend, forget, capture },
+        .n_layers = n_layers,
+        .n_threads = request->n_threads,
+    };
     lowkey_plain_attention *attention = NULL;
     lowkey_decoder *decoder = NULL;
-    lowkey_status status =
-        lowkey_plain_attention_create(request->model, n_layers, request->length, request->n_threads, &attention, err);
+    lowkey_status status = lowkey_plain_attention_create(request->model, n_layers, request->length,
+                                                         request->n_threads, &attention, err);
     if (status == LOWKEY_OK) {
         capture->attention = lowkey_plain_attention_interface(attention);
-        status = lowkey_decoder_create(&(struct lowkey_decoder_config){
-            .model = request->model, .attention = { write_and_attend, forget, capture }, .n_layers = n_layers,
-            .n_threads = request->n_threads }, &decoder, err);
+        status = lowkey_decoder_create(&config, &decoder, err);
     }
     if (status == LOWKEY_OK) status = run_samples(capture, decoder, err);
     lowkey_decoder_free(decoder);
@@ -106,21 +115,27 @@ static lowkey_status run_model(struct capture *capture, lowkey_error *err)
 }
 
 /* What the file says about itself; sample_offsets, sample_sha256 and layers are allocated. */
-static lowkey_status describe(const struct lowkey_capture_request *request, struct lowkey_activations_info *info, lowkey_error *err)
+static lowkey_status describe(const struct lowkey_capture_request *request,
+                              struct lowkey_activations_info *info, lowkey_error *err)
 {
     const size_t n = (size_t)request->n_samples;
     int64_t *offsets = malloc((n + 1) * sizeof *offsets);
     unsigned char(*hashes)[32] = malloc(n * sizeof *hashes);
     lowkey_layer_desc *layers = malloc((size_t)request->n_layers * sizeof *layers);
     uint32_t *scratch = malloc((size_t)request->length * sizeof *scratch);
-    *info = (struct lowkey_activations_info){
-        .n_model_layers = request->model->n_layers, .model_name = request->model->name, .n_layers = request->n_layers,
-        .layers = layers, .contents = 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | (request->queries ? 1u << LOWKEY_QUERY : 0),
-        .n_samples = (int)request->n_samples, .sample_offsets = offsets, .sample_sha256 = (const unsigned char(*)[32])hashes,
+    *info = (struct lowkey_activations_info) {
+        .n_model_layers = request->model->n_layers,
+        .model_name = request->model->name,
+        .n_layers = request->n_layers,
+        .layers = layers,
+        .contents = 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | (request->queries ? 1u << LOWKEY_QUERY : 0),
+        .n_samples = (int)request->n_samples,
+        .sample_offsets = offsets,
+        .sample_sha256 = (const unsigned char(*)[32])hashes,
         .text_name = request->tokens->text_name,
     };
     if (!offsets || !hashes || !layers || !scratch)
-        return free(scratch), lowkey_fail(err, LOWKEY_ENOMEM, "no memory for the description of %zu samples", n);
+        return free(scratch), lowkey_fail(err, LOWKEY_ENOMEM, "no memory to describe %zu samples", n);
     memcpy(info->model_sha256, request->model->sha256, 32);
     memcpy(info->text_sha256, request->tokens->text_sha256, 32);
     for (size_t i = 0; i < n; i++) {
@@ -146,25 +161,31 @@ static lowkey_status check(const struct lowkey_capture_request *request, lowkey_
     if (request->n_samples < 1 || request->n_samples > INT32_MAX || request->first_sample < 0 ||
         request->first_sample > available - request->n_samples)
         return lowkey_fail(err, LOWKEY_EINVAL, "samples %lld to %lld of %d tokens: the text has %lld such",
-                           (long long)request->first_sample, (long long)(request->first_sample + request->n_samples - 1),
-                           request->length, (long long)available);
+                           (long long)request->first_sample,
+                           (long long)(request->first_sample + request->n_samples - 1), request->length,
+                           (long long)available);
     for (int i = 0; i < request->n_layers; i++)
         if (request->layers[i] < 0 || request->layers[i] >= request->model->n_layers)
-            return lowkey_fail(err, LOWKEY_EINVAL, "layer %d: the model has 0 to %d", request->layers[i], request->model->n_layers - 1);
+            return lowkey_fail(err, LOWKEY_EINVAL, "layer %d: the model has 0 to %d", request->layers[i],
+                               request->model->n_layers - 1);
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_capture(const struct lowkey_capture_request *request, const char *path, lowkey_error *err)
+lowkey_status lowkey_capture(const struct lowkey_capture_request *request, const char *path,
+                             lowkey_error *err)
 {
     LOWKEY_TRY(check(request, err));
     struct capture capture = { .request = request };
     struct lowkey_activations_info info;
     lowkey_status status = describe(request, &info, err);
-    if (status == LOWKEY_OK) status = lowkey_activations_create(path, &info, request->dtype, &capture.writer, err);
+    if (status == LOWKEY_OK)
+        status = lowkey_activations_create(path, &info, request->dtype, &capture.writer, err);
     if (status == LOWKEY_OK) {
         status = run_model(&capture, err);
-        if (status == LOWKEY_OK) status = lowkey_activations_commit(capture.writer, err);
-        else lowkey_activations_abandon(capture.writer);
+        if (status == LOWKEY_OK)
+            status = lowkey_activations_commit(capture.writer, err);
+        else
+            lowkey_activations_abandon(capture.writer);
     }
     forget_description(&info);
     return status;
@@ -177,15 +198,18 @@ static int holds(const char *path, const struct lowkey_activations_info *want)
     lowkey_error ignored;
     if (lowkey_activations_open(path, &activations, &ignored) != LOWKEY_OK) return 0;
     const struct lowkey_activations_info *found = lowkey_activations_describe(activations);
-    int same = found->n_layers == want->n_layers && found->contents == want->contents && found->n_samples == want->n_samples &&
-               memcmp(found->model_sha256, want->model_sha256, 32) == 0 && memcmp(found->text_sha256, want->text_sha256, 32) == 0 &&
+    int same = found->n_layers == want->n_layers && found->contents == want->contents &&
+               found->n_samples == want->n_samples &&
+               memcmp(found->model_sha256, want->model_sha256, 32) == 0 &&
+               memcmp(found->text_sha256, want->text_sha256, 32) == 0 &&
                memcmp(found->sample_sha256, want->sample_sha256, 32 * (size_t)want->n_samples) == 0;
     for (int i = 0; same && i < want->n_layers; i++) same = found->layers[i].index == want->layers[i].index;
     lowkey_activations_close(activations);
     return same;
 }
 
-static lowkey_status capture_part(const struct lowkey_capture_request *part, const char *path, int *kept, lowkey_error *err)
+static lowkey_status capture_part(const struct lowkey_capture_request *part, const char *path, int *kept,
+                                  lowkey_error *err)
 {
     struct lowkey_activations_info info;
     LOWKEY_TRY(check(part, err));
@@ -195,19 +219,22 @@ static lowkey_status capture_part(const struct lowkey_capture_request *part, con
     return status != LOWKEY_OK || *kept ? status : lowkey_capture(part, path, err);
 }
 
-lowkey_status lowkey_capture_parts(const struct lowkey_capture_request *request, const char *path, int64_t per_file,
-                                   void (*on_file)(const char *path, int kept), lowkey_error *err)
+lowkey_status lowkey_capture_parts(const struct lowkey_capture_request *request, const char *path,
+                                   int64_t per_file, void (*on_file)(const char *path, int kept),
+                                   lowkey_error *err)
 {
     const size_t length = strlen(path), suffix = length >= 3 && strcmp(path + length - 3, ".h5") == 0 ? 3 : 0;
     char *name = malloc(length + 32);
     if (!name) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for a file's name");
     lowkey_status status = check(request, err);
-    for (int64_t first = 0, i = 0; status == LOWKEY_OK && first < request->n_samples; first += per_file, i++) {
+    for (int64_t first = 0, i = 0; status == LOWKEY_OK && first < request->n_samples;
+         first += per_file, i++) {
         struct lowkey_capture_request part = *request;
         int kept;
         part.first_sample += first;
         part.n_samples = request->n_samples - first < per_file ? request->n_samples - first : per_file;
-        snprintf(name, length + 32, "%.*s.%03lld%s", (int)(length - suffix), path, (long long)i, path + length - suffix);
+        snprintf(name, length + 32, "%.*s.%03lld%s", (int)(length - suffix), path, (long long)i,
+                 path + length - suffix);
         status = capture_part(&part, name, &kept, err);
         if (status == LOWKEY_OK && on_file) on_file(name, kept);
     }

@@ -11,8 +11,8 @@
 
 static const char usage[] =
     "usage: lowkey capture --model MODEL.h5 --tokens TOKENS.h5 --out ACTIVATIONS.h5 [OPTION]...\n\n"
-    "Run text through a model and write what calibration reads: per layer, keys and queries before RoPE, and values. The\n"
-    "text is cut into samples of one length, each read on its own from position 0.\n\n"
+    "Run text through a model and write what calibration reads: per layer, keys and queries before\n"
+    "RoPE, and values. The text is cut into samples of one length, each read from position 0.\n\n"
     "  --model FILE       model.h5\n"
     "  --tokens FILE      tokens.h5, of the model's own tokenizer\n"
     "  --out FILE         activations.h5 to write; it is whole or not there\n"
@@ -20,11 +20,12 @@ static const char usage[] =
     "  --stride N         from one sample's start to the next one's (the length)\n"
     "  --samples N        how many from the text's beginning, or FIRST:END (all)\n"
     "  --layers A,B,...   layers to write, or all (all)\n"
-    "  --queries yes|no   write queries too, which calibration without gradients and lowkey error need (yes)\n"
+    "  --queries yes|no   queries too, for calibration without gradients and lowkey error (yes)\n"
     "  --dtype TYPE       f16, bf16 or f32 (f16); what f16 cannot hold is refused\n"
-    "  --per-file N       files of N samples, OUT.000.h5 and so on; one that is there already and holds the same samples,\n"
-    "                     layers and streams of the same model is kept, whatever its --dtype, so that a run that was\n"
-    "                     stopped goes on. A fit over them equals the fit over one file\n"
+    "  --per-file N       files of N samples, OUT.000.h5 and so on; one that is there already and\n"
+    "                     holds the same samples, layers and streams of the same model is kept,\n"
+    "                     whatever its --dtype, so that a run that was stopped goes on. A fit over\n"
+    "                     them equals the fit over one file\n"
     "  --threads N        (as many as there are CPUs); the file does not depend on it\n";
 
 struct options {
@@ -45,31 +46,49 @@ static int parse_word(const char *option, const char *text, const char *const wo
 static int parse(int argc, char **argv, struct options *options)
 {
     static const struct option known[] = {
-        { "model", 1, 0, 'm' }, { "tokens", 1, 0, 't' }, { "out", 1, 0, 'o' }, { "length", 1, 0, 'L' }, { "stride", 1, 0, 's' },
-        { "samples", 1, 0, 'n' }, { "layers", 1, 0, 'l' }, { "queries", 1, 0, 'q' }, { "dtype", 1, 0, 'd' },
-        { "per-file", 1, 0, 'p' }, { "threads", 1, 0, 'j' }, { "help", 0, 0, 'h' }, { 0 },
+        { "model", 1, 0, 'm' },
+        { "tokens", 1, 0, 't' },
+        { "out", 1, 0, 'o' },
+        { "length", 1, 0, 'L' },
+        { "stride", 1, 0, 's' },
+        { "samples", 1, 0, 'n' },
+        { "layers", 1, 0, 'l' },
+        { "queries", 1, 0, 'q' },
+        { "dtype", 1, 0, 'd' },
+        { "per-file", 1, 0, 'p' },
+        { "threads", 1, 0, 'j' },
+        { "help", 0, 0, 'h' },
+        { 0 },
     };
+    static const char *const answers[] = { "no", "yes", NULL };
+    static const char *const dtypes[] = { "f32", "f16", "bf16", NULL };
     for (int c; (c = lowkey_next_option("capture", argc, argv, known, NULL)) != -1;) {
-        int wrong = 0, dtype = 0;
+        int wrong = 0, dtype = options->dtype;
         switch (c) {
         case 'm': options->model = optarg; break;
         case 't': options->tokens = optarg; break;
         case 'o': options->out = optarg; break;
         case 'l': options->layers = optarg; break;
         case 'n': options->samples = optarg; break;
-        case 'L': wrong = lowkey_parse_int("capture", "--length", optarg, 1, 1 << 24, &options->length); break;
-        case 's': wrong = lowkey_parse_int("capture", "--stride", optarg, 1, 1 << 24, &options->stride); break;
-        case 'p': wrong = lowkey_parse_int("capture", "--per-file", optarg, 1, 1 << 30, &options->per_file); break;
-        case 'j': wrong = lowkey_parse_int("capture", "--threads", optarg, 1, 256, &options->n_threads); break;
-        case 'q': wrong = parse_word("--queries", optarg, (const char *const[]){ "no", "yes", NULL }, &options->queries); break;
-        case 'd':
-            wrong = parse_word("--dtype", optarg, (const char *const[]){ "f32", "f16", "bf16", NULL }, &dtype);
-            options->dtype = (lowkey_dtype)dtype; /* in the order of the enumeration */
+        case 'L':
+            wrong = lowkey_parse_int("capture", "--length", optarg, 1, 1 << 24, &options->length);
             break;
+        case 's':
+            wrong = lowkey_parse_int("capture", "--stride", optarg, 1, 1 << 24, &options->stride);
+            break;
+        case 'p':
+            wrong = lowkey_parse_int("capture", "--per-file", optarg, 1, 1 << 30, &options->per_file);
+            break;
+        case 'j':
+            wrong = lowkey_parse_int("capture", "--threads", optarg, 1, 256, &options->n_threads);
+            break;
+        case 'q': wrong = parse_word("--queries", optarg, answers, &options->queries); break;
+        case 'd': wrong = parse_word("--dtype", optarg, dtypes, &dtype); break;
         case 'h': return fputs(usage, stdout), -1;
         default: return 2;
         }
         if (wrong) return 2;
+        options->dtype = (lowkey_dtype)dtype; /* dtypes has the order of the enumeration */
     }
     if (optind < argc) return lowkey_command_usage("capture", "'%s' is not expected", argv[optind]);
     if (!options->model || !options->tokens || !options->out)
@@ -88,8 +107,8 @@ static int choose(const struct options *options, struct lowkey_capture_request *
         if (lowkey_parse_range("capture", "--samples", options->samples, &first, &end)) return 2;
         request->first_sample = first;
         request->n_samples = end - first;
-    } else if (options->samples &&
-               lowkey_parse_int("capture", "--samples", options->samples, 1, INT32_MAX, &request->n_samples)) {
+    } else if (options->samples && lowkey_parse_int("capture", "--samples", options->samples, 1, INT32_MAX,
+                                                    &request->n_samples)) {
         return 2;
     }
     if (options->layers && strcmp(options->layers, "all") != 0) {
@@ -110,19 +129,26 @@ static void on_file(const char *path, int kept)
     fflush(stdout);
 }
 
-static int run(const struct options *options, const lowkey_model *model, const lowkey_tokens *tokens, lowkey_error *err)
+static int run(const struct options *options, const lowkey_model *model, const lowkey_tokens *tokens,
+               lowkey_error *err)
 {
     struct lowkey_capture_request request = {
-        .model = model, .tokens = tokens, .length = (int)options->length, .queries = options->queries, .dtype = options->dtype,
-        .stride = (int)(options->stride ? options->stride : options->length), .n_threads = (int)options->n_threads,
+        .model = model,
+        .tokens = tokens,
+        .length = (int)options->length,
+        .stride = (int)(options->stride ? options->stride : options->length),
+        .queries = options->queries,
+        .dtype = options->dtype,
+        .n_threads = (int)options->n_threads,
     };
     int *layers = NULL;
     int exit_status = choose(options, &request, &layers);
     if (exit_status == 0) {
         lowkey_status status = lowkey_samples_check(options->tokens, tokens, model->vocab_size, err);
         if (status == LOWKEY_OK)
-            status = options->per_file ? lowkey_capture_parts(&request, options->out, options->per_file, on_file, err)
-                                       : lowkey_capture(&request, options->out, err);
+            status = options->per_file
+                         ? lowkey_capture_parts(&request, options->out, options->per_file, on_file, err)
+                         : lowkey_capture(&request, options->out, err);
         if (status == LOWKEY_OK && !options->per_file) on_file(options->out, 0);
         if (status != LOWKEY_OK) exit_status = lowkey_command_failed("capture", err);
     }
@@ -132,7 +158,9 @@ static int run(const struct options *options, const lowkey_model *model, const l
 
 int lowkey_capture_cmd(int argc, char **argv)
 {
-    struct options options = { .length = 2048, .queries = 1, .dtype = LOWKEY_F16, .n_threads = lowkey_cpu_count() };
+    struct options options = {
+        .length = 2048, .queries = 1, .dtype = LOWKEY_F16, .n_threads = lowkey_cpu_count()
+    };
     const int wrong = parse(argc, argv, &options);
     if (wrong) return wrong < 0 ? 0 : wrong;
     lowkey_catch_interrupts();
@@ -141,7 +169,8 @@ int lowkey_capture_cmd(int argc, char **argv)
     lowkey_tokens *tokens = NULL;
     lowkey_status status = lowkey_tokens_open(options.tokens, &tokens, &err);
     if (status == LOWKEY_OK) status = lowkey_model_open(options.model, 1, &model, &err);
-    const int exit_status = status == LOWKEY_OK ? run(&options, model, tokens, &err) : lowkey_command_failed("capture", &err);
+    const int exit_status = status == LOWKEY_OK ? run(&options, model, tokens, &err)
+                                                : lowkey_command_failed("capture", &err);
     lowkey_model_free(model);
     lowkey_tokens_free(tokens);
     return exit_status;

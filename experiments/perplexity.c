@@ -36,29 +36,33 @@ struct rows {
 static void nll_row(void *arg, int t)
 {
     struct rows *rows = arg;
-    rows->nll[t] = lowkey_token_nll(rows->logits + (size_t)t * (size_t)rows->vocab_size, rows->vocab_size, rows->targets[t]);
+    rows->nll[t] = lowkey_token_nll(rows->logits + (size_t)t * (size_t)rows->vocab_size, rows->vocab_size,
+                                    rows->targets[t]);
 }
 
 /* Rows of hidden predict targets: the summed negative log-likelihood of n_rows of them. */
-static double chunk_nll(const struct lowkey_perplexity_request *request, const struct scratch *scratch, int n_rows,
-                        const int32_t *targets)
+static double chunk_nll(const struct lowkey_perplexity_request *request, const struct scratch *scratch,
+                        int n_rows, const int32_t *targets)
 {
     const lowkey_model *model = lowkey_decoder_model(request->decoder);
     int n_threads = request->n_threads;
     double nll = 0;
     for (int first = 0; first < n_rows; first += LOGIT_ROWS) {
         const int n = n_rows - first < LOGIT_ROWS ? n_rows - first : LOGIT_ROWS;
-        struct rows rows = { .logits = scratch->logits, .targets = targets + first, .vocab_size = model->vocab_size };
-        lowkey_decoder_logits(request->decoder, scratch->hidden + (size_t)first * (size_t)model->hidden_size, n, scratch->logits);
+        struct rows rows = { .logits = scratch->logits,
+                             .targets = targets + first,
+                             .vocab_size = model->vocab_size };
+        lowkey_decoder_logits(request->decoder, scratch->hidden + (size_t)first * (size_t)model->hidden_size,
+                              n, scratch->logits);
         lowkey_threads_run(&n_threads, n, nll_row, &rows);
         for (int t = 0; t < n; t++) nll += rows.nll[t];
     }
     return nll;
 }
 
-static lowkey_status window_nll(const struct lowkey_perplexity_request *request, const struct scratch *scratch,
-                                const int32_t *tokens, struct lowkey_progress *progress, double done, double *nll,
-                                lowkey_error *err)
+static lowkey_status window_nll(const struct lowkey_perplexity_request *request,
+                                const struct scratch *scratch, const int32_t *tokens,
+                                struct lowkey_progress *progress, double done, double *nll, lowkey_error *err)
 {
     const int max_chunk = lowkey_decoder_max_chunk(request->decoder);
     LOWKEY_TRY(lowkey_decoder_reset(request->decoder, err));
@@ -66,22 +70,25 @@ static lowkey_status window_nll(const struct lowkey_perplexity_request *request,
     for (int first = 0; first < request->window; first += max_chunk) {
         if (lowkey_interrupted()) return lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
         const int n = request->window - first < max_chunk ? request->window - first : max_chunk;
-        const int n_predicting = first + n < request->window ? n : n - 1; /* the last token predicts none of the window */
+        const int is_last = first + n == request->window; /* whose last token predicts none of the window */
         LOWKEY_TRY(lowkey_decoder_forward(request->decoder, tokens + first, n, scratch->hidden, err));
-        *nll += chunk_nll(request, scratch, n_predicting, tokens + first + 1);
+        *nll += chunk_nll(request, scratch, n - is_last, tokens + first + 1);
         lowkey_progress_at(progress, done + first + n);
     }
     return LOWKEY_OK;
 }
 
-static lowkey_status all_windows(const struct lowkey_perplexity_request *request, const struct scratch *scratch,
-                                 struct lowkey_progress *progress, lowkey_error *err)
+static lowkey_status all_windows(const struct lowkey_perplexity_request *request,
+                                 const struct scratch *scratch, struct lowkey_progress *progress,
+                                 lowkey_error *err)
 {
     for (int i = 0; i < request->n_windows; i++) {
         const int64_t start = lowkey_samples_start(request->tokens, request->window, request->window, i);
         double nll;
-        LOWKEY_TRY(window_nll(request, scratch, request->tokens->tokens + start, progress, (double)i * request->window, &nll, err));
-        if (!isfinite(nll)) return lowkey_fail(err, LOWKEY_EINVAL, "window %d: the model's logits are not finite", i);
+        LOWKEY_TRY(window_nll(request, scratch, request->tokens->tokens + start, progress,
+                              (double)i * request->window, &nll, err));
+        if (!isfinite(nll))
+            return lowkey_fail(err, LOWKEY_EINVAL, "window %d: the model's logits are not finite", i);
         request->on_window(request->user, i, nll);
     }
     return LOWKEY_OK;
@@ -92,10 +99,11 @@ lowkey_status lowkey_perplexity(const struct lowkey_perplexity_request *request,
     const lowkey_model *model = lowkey_decoder_model(request->decoder);
     const int64_t available = lowkey_samples_count(request->tokens, request->window, request->window);
     if (request->window < 2 || request->n_windows < 1 || request->n_windows > available)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%d windows of %d tokens: the text has %lld such", request->n_windows,
-                           request->window, (long long)available);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%d windows of %d tokens: the text has %lld such",
+                           request->n_windows, request->window, (long long)available);
     struct scratch scratch = {
-        .hidden = calloc((size_t)lowkey_decoder_max_chunk(request->decoder) * (size_t)model->hidden_size, sizeof(float)),
+        .hidden = calloc((size_t)lowkey_decoder_max_chunk(request->decoder) * (size_t)model->hidden_size,
+                         sizeof(float)),
         .logits = calloc(LOGIT_ROWS * (size_t)model->vocab_size, sizeof(float)),
     };
     lowkey_status status;

@@ -9,7 +9,7 @@ struct lowkey_perplexity_request {
     lowkey_decoder *decoder;
     const lowkey_tokens *tokens;
     int window, n_windows; /* the first n_windows pieces of window tokens, as experiments/samples.h cuts */
-    int n_threads;         /* the result does not depend on it */
+    int n_threads; /* the result does not depend on it */
     /* Called after each window with its summed negative log-likelihood, nats, over window - 1 predicted tokens. */
     void (*on_window)(void *user, int i, double nll);
     void *user;

@@ -23,10 +23,12 @@ int64_t lowkey_samples_start(const lowkey_tokens *tokens, int length, int stride
     return tokens->sequence_offsets[s] + i * stride;
 }
 
-lowkey_status lowkey_samples_check(const char *path, const lowkey_tokens *tokens, int vocab_size, lowkey_error *err)
+lowkey_status lowkey_samples_check(const char *path, const lowkey_tokens *tokens, int vocab_size,
+                                   lowkey_error *err)
 {
     if (tokens->vocab_size > vocab_size)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: tokens of a vocabulary of %d, the model's has %d: not its tokenizer (%s)",
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: tokens of a vocabulary of %d, the model's has %d: not its tokenizer (%s)",
                            path, tokens->vocab_size, vocab_size, tokens->tokenizer);
     return LOWKEY_OK;
 }

@@ -11,6 +11,7 @@ int64_t lowkey_samples_count(const lowkey_tokens *tokens, int length, int stride
 int64_t lowkey_samples_start(const lowkey_tokens *tokens, int length, int stride, int64_t i);
 
 /* Can the model read these tokens? */
-lowkey_status lowkey_samples_check(const char *path, const lowkey_tokens *tokens, int vocab_size, lowkey_error *err);
+lowkey_status lowkey_samples_check(const char *path, const lowkey_tokens *tokens, int vocab_size,
+                                   lowkey_error *err);
 
 #endif

@@ -22,6 +22,7 @@ sys.path.insert(0, f"{ROOT}/experiments")
 import convert_model  # noqa: E402
 from in_process import call  # noqa: E402
 
+LOWKEY = f"{ROOT}/{os.environ.get('B', 'build/opt')}/lowkey"
 WORK = tempfile.mkdtemp()
 GGUF = f"{ROOT}/build/model/SmolLM2-135M-Instruct.Q4_1.gguf"
 REAL = f"{ROOT}/build/model/smollm2-135m.model.h5"
@@ -115,7 +116,7 @@ def test_attributes():
             layer = dict(n_q_heads=4, n_kv_heads=2, key_head_dim=8, value_head_dim=8, rope_dims=8, rope_pairing="half",
                          logit_scale=1 / math.sqrt(8), rope_attention_factor=1.0)
             assert dict(file["layers/001"].attrs) == layer
-        done = subprocess.run([f"{ROOT}/build/lowkey", "check", path], capture_output=True, text=True)
+        done = subprocess.run([LOWKEY, "check", path], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -257,7 +258,7 @@ def test_blocks():
 
 def test_real_model():
     """lowkey check recomputes the hash of the real model's tensors and finds it good"""
-    done = subprocess.run([f"{ROOT}/build/lowkey", "check", REAL], capture_output=True, text=True)
+    done = subprocess.run([LOWKEY, "check", REAL], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
 
 

@@ -31,9 +31,13 @@ static struct machine machine_of(const struct tiny_shape *shape, int max_chunk, 
     struct machine m = { .model = lowkey_tiny_model(shape, 7) };
     lowkey_error err;
     for (int t = 0; t < N_TOKENS; t++) m.tokens[t] = (t * 31 + t / 7) % shape->vocab;
-    assert_ok(lowkey_plain_attention_create(m.model, shape->n_layers, N_TOKENS, n_threads, &m.attention, &err), err);
-    const struct lowkey_decoder_config config = { .model = m.model, .attention = lowkey_plain_attention_interface(m.attention),
-                                                  .max_chunk = max_chunk, .n_threads = n_threads };
+    assert_ok(
+        lowkey_plain_attention_create(m.model, shape->n_layers, N_TOKENS, n_threads, &m.attention, &err),
+        err);
+    const struct lowkey_decoder_config config = { .model = m.model,
+                                                  .attention = lowkey_plain_attention_interface(m.attention),
+                                                  .max_chunk = max_chunk,
+                                                  .n_threads = n_threads };
     assert_ok(lowkey_decoder_create(&config, &m.decoder, &err), err);
     return m;
 }
@@ -54,7 +58,9 @@ static float *run(struct machine *m, int n)
     assert_ok(lowkey_decoder_reset(m->decoder, &err), err);
     for (int first = 0; first < N_TOKENS; first += n) {
         const int now = N_TOKENS - first < n ? N_TOKENS - first : n;
-        assert_ok(lowkey_decoder_forward(m->decoder, m->tokens + first, now, hidden + (size_t)first * width, &err), err);
+        assert_ok(
+            lowkey_decoder_forward(m->decoder, m->tokens + first, now, hidden + (size_t)first * width, &err),
+            err);
     }
     return hidden;
 }
@@ -75,7 +81,8 @@ static void hidden_states_and_logits_agree_with_the_oracle(void **state)
     for (int s = 0; s < N_SHAPES; s++) {
         struct machine m = machine_of(&shapes[s], N_TOKENS, 2);
         const size_t width = (size_t)m.model->hidden_size, vocab = (size_t)m.model->vocab_size;
-        double *want = calloc(N_TOKENS * width, sizeof *want), *logits = calloc(N_TOKENS * vocab, sizeof *logits);
+        double *want = calloc(N_TOKENS * width, sizeof *want),
+               *logits = calloc(N_TOKENS * vocab, sizeof *logits);
         float *got = calloc(N_TOKENS * vocab, sizeof *got), *hidden = run(&m, N_TOKENS);
         lowkey_tiny_oracle(m.model, m.tokens, N_TOKENS, want, -1, NULL, NULL, NULL);
         for (size_t t = 0; t < N_TOKENS; t++)
@@ -140,7 +147,8 @@ static lowkey_status look_on(void *user, const struct lowkey_attention_step *ste
     const lowkey_layer_desc *g = step->layer;
     if (g->index == seen->layer) {
         const size_t before = (size_t)seen->n_tokens, n = (size_t)step->n_tokens;
-        const size_t q = (size_t)(g->n_q_heads * g->key_head_dim), k = (size_t)(g->n_kv_heads * g->key_head_dim);
+        const size_t q = (size_t)(g->n_q_heads * g->key_head_dim),
+                     k = (size_t)(g->n_kv_heads * g->key_head_dim);
         const size_t v = (size_t)(g->n_kv_heads * g->value_head_dim);
         memcpy(seen->query + before * q, step->query, n * q * sizeof(float));
         memcpy(seen->key + before * k, step->key, n * k * sizeof(float));
@@ -156,8 +164,10 @@ static void attention_is_handed_queries_and_keys_after_bias_and_norm_and_before_
     for (int s = 0; s < N_SHAPES; s++) {
         struct machine m = machine_of(&shapes[s], 77, 2);
         const struct tiny_shape *g = &shapes[s];
-        const size_t q = (size_t)(g->n_q_heads * g->key_dim), k = (size_t)(g->n_kv_heads * g->key_dim), v = (size_t)(g->n_kv_heads * g->value_dim);
-        struct seen seen = { .inner = lowkey_plain_attention_interface(m.attention), .layer = g->n_layers - 1 };
+        const size_t q = (size_t)(g->n_q_heads * g->key_dim), k = (size_t)(g->n_kv_heads * g->key_dim),
+                     v = (size_t)(g->n_kv_heads * g->value_dim);
+        struct seen seen = { .inner = lowkey_plain_attention_interface(m.attention),
+                             .layer = g->n_layers - 1 };
         double *want[4], *hidden;
         want[0] = calloc(N_TOKENS * q, sizeof(double)), seen.query = calloc(N_TOKENS * q, sizeof(float));
         want[1] = calloc(N_TOKENS * k, sizeof(double)), seen.key = calloc(N_TOKENS * k, sizeof(float));
@@ -165,10 +175,14 @@ static void attention_is_handed_queries_and_keys_after_bias_and_norm_and_before_
         hidden = calloc(N_TOKENS * (size_t)g->hidden, sizeof(double));
         lowkey_error err;
         lowkey_decoder_free(m.decoder);
-        const struct lowkey_decoder_config config = { .model = m.model, .attention = { look_on, seen.inner.reset, &seen }, .max_chunk = 77 };
+        const struct lowkey_decoder_config config = { .model = m.model,
+                                                      .attention = { look_on, seen.inner.reset, &seen },
+                                                      .max_chunk = 77 };
         assert_ok(lowkey_decoder_create(&config, &m.decoder, &err), err);
         for (int first = 0; first < N_TOKENS; first += 77)
-            assert_ok(lowkey_decoder_forward(m.decoder, m.tokens + first, N_TOKENS - first < 77 ? N_TOKENS - first : 77, NULL, &err), err);
+            assert_ok(lowkey_decoder_forward(m.decoder, m.tokens + first,
+                                             N_TOKENS - first < 77 ? N_TOKENS - first : 77, NULL, &err),
+                      err);
         lowkey_tiny_oracle(m.model, m.tokens, N_TOKENS, hidden, seen.layer, want[0], want[1], want[2]);
         assert_int_equal(seen.n_tokens, N_TOKENS);
         assert_near(seen.query, want[0], N_TOKENS * q, 2e-5, "query");
@@ -191,8 +205,9 @@ static void a_decoder_of_the_first_layers_runs_only_those(void **state)
     struct machine all = machine_of(&shapes[5], N_TOKENS, 1), two = machine_of(&shallow, N_TOKENS, 1);
     lowkey_error err;
     lowkey_decoder_free(all.decoder);
-    const struct lowkey_decoder_config config = { .model = all.model, .attention = lowkey_plain_attention_interface(all.attention),
-                                                  .n_layers = 2 };
+    const struct lowkey_decoder_config config = {
+        .model = all.model, .attention = lowkey_plain_attention_interface(all.attention), .n_layers = 2
+    };
     assert_ok(lowkey_decoder_create(&config, &all.decoder, &err), err);
     float *a = run(&all, N_TOKENS), *b = run(&two, N_TOKENS); /* the same seed: the same first layers */
     assert_memory_equal(a, b, N_TOKENS * (size_t)all.model->hidden_size * sizeof *a);
@@ -210,19 +225,26 @@ static void bad_calls_are_refused_in_words(void **state)
     lowkey_decoder *none;
     lowkey_plain_attention *no_attention;
     m.tokens[1] = 50;
-    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 2, NULL, &err), LOWKEY_EINVAL, err, "token 1 is 50, expected 0 to 49");
+    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 2, NULL, &err), LOWKEY_EINVAL, err,
+                   "token 1 is 50, expected 0 to 49");
     m.tokens[1] = -1;
-    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 2, NULL, &err), LOWKEY_EINVAL, err, "token 1 is -1");
+    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 2, NULL, &err), LOWKEY_EINVAL, err,
+                   "token 1 is -1");
     m.tokens[1] = 1;
-    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 0, NULL, &err), LOWKEY_EINVAL, err, "0 tokens, expected 1 to 200");
-    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 201, NULL, &err), LOWKEY_EINVAL, err, "201 tokens, expected 1 to 200");
+    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 0, NULL, &err), LOWKEY_EINVAL, err,
+                   "0 tokens, expected 1 to 200");
+    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 201, NULL, &err), LOWKEY_EINVAL, err,
+                   "201 tokens, expected 1 to 200");
     assert_ok(lowkey_decoder_forward(m.decoder, m.tokens, 200, NULL, &err), err);
-    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 101, NULL, &err), LOWKEY_EFULL, err, "holds 200 tokens of at most 300, 101 more");
+    assert_refused(lowkey_decoder_forward(m.decoder, m.tokens, 101, NULL, &err), LOWKEY_EFULL, err,
+                   "holds 200 tokens of at most 300, 101 more");
     assert_ok(lowkey_decoder_forward(m.decoder, m.tokens, 100, NULL, &err), err);
-    assert_refused(lowkey_decoder_create(&(struct lowkey_decoder_config){ .model = m.model, .n_layers = 3 }, &none, &err), LOWKEY_EINVAL,
-                   err, "3 layers of 2");
+    assert_refused(lowkey_decoder_create(&(struct lowkey_decoder_config) { .model = m.model, .n_layers = 3 },
+                                         &none, &err),
+                   LOWKEY_EINVAL, err, "3 layers of 2");
     assert_null(none);
-    assert_refused(lowkey_plain_attention_create(m.model, 3, 8, 1, &no_attention, &err), LOWKEY_EINVAL, err, "3 layers of 2");
+    assert_refused(lowkey_plain_attention_create(m.model, 3, 8, 1, &no_attention, &err), LOWKEY_EINVAL, err,
+                   "3 layers of 2");
     assert_null(no_attention);
     lowkey_decoder_free(NULL);
     lowkey_plain_attention_free(NULL);

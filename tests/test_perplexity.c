@@ -41,7 +41,8 @@ static double oracle_nll(const lowkey_model *model, const int32_t *tokens)
         double sum = 0, target = 0;
         for (int v = 0; v < model->vocab_size; v++) {
             double logit = 0;
-            for (int c = 0; c < width; c++) logit += hidden[t * width + c] * (double)model->output[v * width + c];
+            for (int c = 0; c < width; c++)
+                logit += hidden[t * width + c] * (double)model->output[v * width + c];
             sum += exp(logit);
             if (v == tokens[t + 1]) target = logit;
         }
@@ -59,7 +60,11 @@ static void each_window_is_read_on_its_own_and_its_first_token_is_not_predicted(
     int32_t tokens[N];
     int64_t offsets[2] = { 0, N };
     for (int t = 0; t < N; t++) tokens[t] = (t * t + 3 * t) % shape.vocab;
-    const lowkey_tokens text = { .n_tokens = N, .tokens = tokens, .n_sequences = 1, .sequence_offsets = offsets, .vocab_size = shape.vocab };
+    const lowkey_tokens text = { .n_tokens = N,
+                                 .tokens = tokens,
+                                 .n_sequences = 1,
+                                 .sequence_offsets = offsets,
+                                 .vocab_size = shape.vocab };
     lowkey_model *model = lowkey_tiny_model(&shape, 3);
     double want[3], got[5][3];
     for (int i = 0; i < 3; i++) want[i] = oracle_nll(model, tokens + i * WINDOW);
@@ -67,19 +72,29 @@ static void each_window_is_read_on_its_own_and_its_first_token_is_not_predicted(
         lowkey_plain_attention *attention;
         lowkey_decoder *decoder;
         assert_ok(lowkey_plain_attention_create(model, 2, WINDOW, 1 + i, &attention, &err), err);
-        const struct lowkey_decoder_config config = { .model = model, .attention = lowkey_plain_attention_interface(attention),
-                                                      .max_chunk = chunks[i], .n_threads = 1 + i };
+        const struct lowkey_decoder_config config = { .model = model,
+                                                      .attention = lowkey_plain_attention_interface(
+                                                          attention),
+                                                      .max_chunk = chunks[i],
+                                                      .n_threads = 1 + i };
         assert_ok(lowkey_decoder_create(&config, &decoder, &err), err);
-        const struct lowkey_perplexity_request request = { .decoder = decoder, .tokens = &text, .window = WINDOW, .n_windows = 3,
-                                                           .n_threads = 1 + i, .on_window = note, .user = got[i] };
+        const struct lowkey_perplexity_request request = { .decoder = decoder,
+                                                           .tokens = &text,
+                                                           .window = WINDOW,
+                                                           .n_windows = 3,
+                                                           .n_threads = 1 + i,
+                                                           .on_window = note,
+                                                           .user = got[i] };
         assert_ok(lowkey_perplexity(&request, &err), err);
         for (int w = 0; w < 3; w++) assert_close(got[i][w], want[w], 1e-5 * want[w]);
         struct lowkey_perplexity_request wrong = request;
         wrong.n_windows = 4;
-        assert_refused(lowkey_perplexity(&wrong, &err), LOWKEY_EINVAL, err, "4 windows of 160 tokens: the text has 3 such");
+        assert_refused(lowkey_perplexity(&wrong, &err), LOWKEY_EINVAL, err,
+                       "4 windows of 160 tokens: the text has 3 such");
         const float kept = model->final_norm[0];
         model->final_norm[0] = NAN;
-        assert_refused(lowkey_perplexity(&request, &err), LOWKEY_EINVAL, err, "window 0: the model's logits are not finite");
+        assert_refused(lowkey_perplexity(&request, &err), LOWKEY_EINVAL, err,
+                       "window 0: the model's logits are not finite");
         model->final_norm[0] = kept;
         lowkey_decoder_free(decoder);
         lowkey_plain_attention_free(attention);

@@ -4,8 +4,9 @@
 #include "tests/check.h"
 
 static int64_t offsets[] = { 0, 10, 13, 30 };
-static const lowkey_tokens three = { .n_tokens = 30, .n_sequences = 3, .sequence_offsets = offsets, .vocab_size = 100,
-                                     .tokenizer = (char *)"T" };
+static const lowkey_tokens three = {
+    .n_tokens = 30, .n_sequences = 3, .sequence_offsets = offsets, .vocab_size = 100, .tokenizer = (char *)"T"
+};
 
 static void pieces_lie_inside_sequences_and_leave_out_short_ends(void **state)
 {
@@ -38,7 +39,8 @@ static void tokens_of_a_larger_vocabulary_than_the_models_are_refused(void **sta
     lowkey_error err;
     assert_ok(lowkey_samples_check("t.h5", &three, 100, &err), err);
     assert_ok(lowkey_samples_check("t.h5", &three, 101, &err), err); /* models pad their vocabulary */
-    assert_refused(lowkey_samples_check("t.h5", &three, 99, &err), LOWKEY_EINVAL, err, "t.h5: tokens of a vocabulary of 100, the model's has 99");
+    assert_refused(lowkey_samples_check("t.h5", &three, 99, &err), LOWKEY_EINVAL, err,
+                   "t.h5: tokens of a vocabulary of 100, the model's has 99");
 }
 
 int main(void)

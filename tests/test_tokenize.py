@@ -18,6 +18,7 @@ sys.path.insert(0, f"{ROOT}/experiments")
 import tokenize_text  # noqa: E402
 from in_process import call  # noqa: E402
 
+LOWKEY = f"{ROOT}/{os.environ.get('B', 'build/opt')}/lowkey"
 WORK = tempfile.mkdtemp()
 GGUF = f"{ROOT}/build/model/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXTS = f"{ROOT}/experiments/data/wikitext-2"
@@ -143,7 +144,7 @@ def test_ids():
     """ids are 32-bit integers in a file that lowkey check finds good"""
     with h5py.File(f"{ROOT}/build/model/wiki.test.tokens.h5") as file:
         assert file["tokens"].dtype == np.int32
-    done = subprocess.run([f"{ROOT}/build/lowkey", "check", f"{ROOT}/build/model/wiki.test.tokens.h5"], capture_output=True, text=True)
+    done = subprocess.run([LOWKEY, "check", f"{ROOT}/build/model/wiki.test.tokens.h5"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -29,14 +29,23 @@ static void fill_layer(lowkey_model *model, int l, const struct tiny_shape *s, u
 {
     struct lowkey_model_layer *w = &model->layers[l];
     lowkey_layer_desc *layer = &model->geometry[l];
-    const int queries = s->n_q_heads * s->key_dim, keys = s->n_kv_heads * s->key_dim, values = s->n_kv_heads * s->value_dim;
+    const int queries = s->n_q_heads * s->key_dim, keys = s->n_kv_heads * s->key_dim,
+              values = s->n_kv_heads * s->value_dim;
     const double in = 1.7 / sqrt(s->hidden);
     double *frequencies = take((size_t)s->rope_dims / 2 + 1, sizeof *frequencies);
     for (int i = 0; i < s->rope_dims / 2; i++) frequencies[i] = pow(100, -2.0 * i / s->rope_dims);
-    *layer = (lowkey_layer_desc){
-        .struct_size = sizeof *layer, .index = l, .n_q_heads = s->n_q_heads, .n_kv_heads = s->n_kv_heads, .key_head_dim = s->key_dim,
-        .value_head_dim = s->value_dim, .logit_scale = s->logit_scale, .rope_dims = s->rope_dims, .rope_pairing = s->pairing,
-        .rope_attention_factor = s->attention_factor, .rope_inv_freq = frequencies,
+    *layer = (lowkey_layer_desc) {
+        .struct_size = sizeof *layer,
+        .index = l,
+        .n_q_heads = s->n_q_heads,
+        .n_kv_heads = s->n_kv_heads,
+        .key_head_dim = s->key_dim,
+        .value_head_dim = s->value_dim,
+        .logit_scale = s->logit_scale,
+        .rope_dims = s->rope_dims,
+        .rope_pairing = s->pairing,
+        .rope_attention_factor = s->attention_factor,
+        .rope_inv_freq = frequencies,
     };
     w->attention_norm = random_floats(state, s->hidden, 1, 0.5);
     w->ffn_norm = random_floats(state, s->hidden, 1, 0.5);
@@ -83,8 +92,9 @@ void lowkey_tiny_model_free(lowkey_model *model)
 {
     for (int l = 0; l < model->n_layers; l++) {
         struct lowkey_model_layer *w = &model->layers[l];
-        float *const all[] = { w->attention_norm, w->query_proj, w->key_proj, w->value_proj, w->query_bias, w->key_bias, w->value_bias,
-                               w->query_norm, w->key_norm, w->output_proj, w->ffn_norm, w->gate_proj, w->up_proj, w->down_proj };
+        float *const all[] = { w->attention_norm, w->query_proj, w->key_proj,   w->value_proj, w->query_bias,
+                               w->key_bias,       w->value_bias, w->query_norm, w->key_norm,   w->output_proj,
+                               w->ffn_norm,       w->gate_proj,  w->up_proj,    w->down_proj };
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
         free((void *)model->geometry[l].rope_inv_freq);
     }
@@ -103,7 +113,8 @@ static void oracle_norm(const double *x, const float *weight, int n, double epsi
     for (int i = 0; i < n; i++) out[i] = x[i] / sqrt(square + epsilon) * (double)weight[i];
 }
 
-static void oracle_matrix(const float *weight, const float *bias, const double *x, int n_out, int n_in, double *out)
+static void oracle_matrix(const float *weight, const float *bias, const double *x, int n_out, int n_in,
+                          double *out)
 {
     for (int r = 0; r < n_out; r++) {
         out[r] = bias ? (double)bias[r] : 0;
@@ -118,14 +129,16 @@ static void oracle_rope(const lowkey_layer_desc *g, int position, double *x)
     for (int i = 0; i < g->rope_dims / 2; i++) {
         const int a = g->rope_pairing == LOWKEY_PAIR_INTERLEAVED ? 2 * i : i;
         const int b = g->rope_pairing == LOWKEY_PAIR_INTERLEAVED ? 2 * i + 1 : i + g->rope_dims / 2;
-        const double radius = hypot(x[a], x[b]) * factor, angle = atan2(x[b], x[a]) + position * g->rope_inv_freq[i];
+        const double radius = hypot(x[a], x[b]) * factor,
+                     angle = atan2(x[b], x[a]) + position * g->rope_inv_freq[i];
         x[a] = radius * cos(angle);
         x[b] = radius * sin(angle);
     }
 }
 
 /* One token's attention over tokens 0..t; q: [n_q_heads][key_dim] and keys are rotated already. */
-static void oracle_attend(const lowkey_layer_desc *g, const double *q, const double *keys, const double *values, int t, double *out)
+static void oracle_attend(const lowkey_layer_desc *g, const double *q, const double *keys,
+                          const double *values, int t, double *out)
 {
     const int kd = g->key_head_dim, vd = g->value_head_dim, ratio = g->n_q_heads / g->n_kv_heads;
     const double scale = g->logit_scale == 0 ? 1 / sqrt(kd) : g->logit_scale;
@@ -134,9 +147,11 @@ static void oracle_attend(const lowkey_layer_desc *g, const double *q, const dou
         for (int c = 0; c < vd; c++) out[h * vd + c] = 0;
         for (int s = 0; s <= t; s++) {
             double score = 0;
-            for (int c = 0; c < kd; c++) score += scale * q[h * kd + c] * keys[(s * g->n_kv_heads + h / ratio) * kd + c];
+            for (int c = 0; c < kd; c++)
+                score += scale * q[h * kd + c] * keys[(s * g->n_kv_heads + h / ratio) * kd + c];
             sum += exp(score);
-            for (int c = 0; c < vd; c++) out[h * vd + c] += exp(score) * values[(s * g->n_kv_heads + h / ratio) * vd + c];
+            for (int c = 0; c < vd; c++)
+                out[h * vd + c] += exp(score) * values[(s * g->n_kv_heads + h / ratio) * vd + c];
         }
         for (int c = 0; c < vd; c++) out[h * vd + c] /= sum;
     }
@@ -147,15 +162,19 @@ static void norm_heads(double *x, const float *weight, int n_heads, int dim, dou
     for (int h = 0; weight && h < n_heads; h++) oracle_norm(x + h * dim, weight, dim, epsilon, x + h * dim);
 }
 
-static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double *query, double *key, double *value)
+static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double *query, double *key,
+                         double *value)
 {
     const lowkey_layer_desc *g = &m->geometry[l];
     const struct lowkey_model_layer *w = &m->layers[l];
     const int d = m->hidden_size, nq = g->n_q_heads * g->key_head_dim, nk = g->n_kv_heads * g->key_head_dim;
-    const int nv = g->n_kv_heads * g->value_head_dim, no = g->n_q_heads * g->value_head_dim, ffn = m->intermediate_size;
-    double *normed = take((size_t)d, sizeof *normed), *q = take((size_t)nq, sizeof *q), *mixed = take((size_t)no, sizeof *mixed);
+    const int nv = g->n_kv_heads * g->value_head_dim, no = g->n_q_heads * g->value_head_dim,
+              ffn = m->intermediate_size;
+    double *normed = take((size_t)d, sizeof *normed), *q = take((size_t)nq, sizeof *q),
+           *mixed = take((size_t)no, sizeof *mixed);
     double *keys = take((size_t)(n * nk), sizeof *keys), *values = take((size_t)(n * nv), sizeof *values);
-    double *gate = take((size_t)ffn, sizeof *gate), *up = take((size_t)ffn, sizeof *up), *add = take((size_t)d, sizeof *add);
+    double *gate = take((size_t)ffn, sizeof *gate), *up = take((size_t)ffn, sizeof *up),
+           *add = take((size_t)d, sizeof *add);
     for (int t = 0; t < n; t++) {
         oracle_norm(x + t * d, w->attention_norm, d, m->rms_norm_eps, normed);
         oracle_matrix(w->query_proj, w->query_bias, normed, nq, d, q);
@@ -182,13 +201,14 @@ static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double 
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l, double *query,
-                        double *key, double *value)
+void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l,
+                        double *query, double *key, double *value)
 {
     const int d = model->hidden_size;
     for (int t = 0; t < n; t++)
         for (int c = 0; c < d; c++) hidden[t * d + c] = (double)model->token_embedding[tokens[t] * d + c];
     for (int i = 0; i < model->n_layers; i++)
         oracle_layer(model, i, n, hidden, i == l ? query : NULL, key, value);
-    for (int t = 0; t < n; t++) oracle_norm(hidden + t * d, model->final_norm, d, model->rms_norm_eps, hidden + t * d);
+    for (int t = 0; t < n; t++)
+        oracle_norm(hidden + t * d, model->final_norm, d, model->rms_norm_eps, hidden + t * d);
 }

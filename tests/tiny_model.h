@@ -12,12 +12,13 @@ struct tiny_shape {
     int untied, bias, qk_norm;
 };
 
-lowkey_model *lowkey_tiny_model(const struct tiny_shape *shape, unsigned seed); /* aborts where there is no memory */
+lowkey_model *lowkey_tiny_model(const struct tiny_shape *shape,
+                                unsigned seed); /* aborts where there is no memory */
 void lowkey_tiny_model_free(lowkey_model *model);
 
 /* Forward of n tokens at positions 0..n-1. hidden: [n][hidden], after the final norm. If query is not NULL: query, key
  * and value of layer l before RoPE, [n][heads][dim]. */
-void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l, double *query,
-                        double *key, double *value);
+void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l,
+                        double *query, double *key, double *value);
 
 #endif

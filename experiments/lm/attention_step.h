@@ -10,10 +10,10 @@
 struct lowkey_attention_step {
     const lowkey_layer_desc *layer; /* layer->index: its number in the model */
     int n_tokens;
-    const float *query;             /* [n_tokens][n_q_heads][key_head_dim] */
-    const float *key;               /* [n_tokens][n_kv_heads][key_head_dim] */
-    const float *value;             /* [n_tokens][n_kv_heads][value_head_dim] */
-    float *out;                     /* [n_tokens][n_q_heads][value_head_dim] */
+    const float *query; /* [n_tokens][n_q_heads][key_head_dim] */
+    const float *key; /* [n_tokens][n_kv_heads][key_head_dim] */
+    const float *value; /* [n_tokens][n_kv_heads][value_head_dim] */
+    float *out; /* [n_tokens][n_q_heads][value_head_dim] */
 };
 
 struct lowkey_attention {

@@ -36,7 +36,8 @@ static int allocate(lowkey_decoder *decoder)
         if (query < q_heads * (size_t)layer->key_head_dim) query = q_heads * (size_t)layer->key_head_dim;
         if (mixed < q_heads * (size_t)layer->value_head_dim) mixed = q_heads * (size_t)layer->value_head_dim;
         if (key < kv_heads * (size_t)layer->key_head_dim) key = kv_heads * (size_t)layer->key_head_dim;
-        if (value < kv_heads * (size_t)layer->value_head_dim) value = kv_heads * (size_t)layer->value_head_dim;
+        if (value < kv_heads * (size_t)layer->value_head_dim)
+            value = kv_heads * (size_t)layer->value_head_dim;
     }
     decoder->residual = new_rows(rows, (size_t)model->hidden_size);
     decoder->normed = new_rows(rows, (size_t)model->hidden_size);
@@ -46,17 +47,19 @@ static int allocate(lowkey_decoder *decoder)
     decoder->mixed = new_rows(rows, mixed);
     decoder->gate = new_rows(rows, (size_t)model->intermediate_size);
     decoder->up = new_rows(rows, (size_t)model->intermediate_size);
-    return decoder->residual && decoder->normed && decoder->query && decoder->key && decoder->value && decoder->mixed &&
-           decoder->gate && decoder->up;
+    return decoder->residual && decoder->normed && decoder->query && decoder->key && decoder->value &&
+           decoder->mixed && decoder->gate && decoder->up;
 }
 
-lowkey_status lowkey_decoder_create(const struct lowkey_decoder_config *config, lowkey_decoder **out, lowkey_error *err)
+lowkey_status lowkey_decoder_create(const struct lowkey_decoder_config *config, lowkey_decoder **out,
+                                    lowkey_error *err)
 {
     *out = NULL;
     const lowkey_model *model = config->model;
-    if (config->n_layers < 0 || config->n_layers > model->n_layers || config->max_chunk < 0 || config->n_threads < 0)
-        return lowkey_fail(err, LOWKEY_EINVAL, "decoder: %d layers of %d, chunks of %d, %d threads", config->n_layers,
-                           model->n_layers, config->max_chunk, config->n_threads);
+    if (config->n_layers < 0 || config->n_layers > model->n_layers || config->max_chunk < 0 ||
+        config->n_threads < 0)
+        return lowkey_fail(err, LOWKEY_EINVAL, "decoder: %d layers of %d, chunks of %d, %d threads",
+                           config->n_layers, model->n_layers, config->max_chunk, config->n_threads);
     lowkey_decoder *decoder = calloc(1, sizeof *decoder);
     if (decoder) {
         decoder->config = *config;
@@ -66,7 +69,8 @@ lowkey_status lowkey_decoder_create(const struct lowkey_decoder_config *config, 
     }
     if (!decoder || !allocate(decoder)) {
         lowkey_decoder_free(decoder);
-        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for a decoder of hidden size %d", model->hidden_size);
+        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for a decoder of hidden size %d",
+                           model->hidden_size);
     }
     openblas_set_num_threads(1); /* the threads are ours: BLAS is called from several at once */
     *out = decoder;
@@ -112,9 +116,11 @@ static void rms_norm(const float *x, const float *weight, int n, double epsilon,
 }
 
 /* out[n_rows][n_out] = x[n_rows][n_in] W' (+ bias), or added to out. W: [n_out][n_in] */
-static void project(const float *x, int n_rows, int n_in, const float *weight, int n_out, const float *bias, int add, float *out)
+static void project(const float *x, int n_rows, int n_in, const float *weight, int n_out, const float *bias,
+                    int add, float *out)
 {
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n_rows, n_out, n_in, 1, x, n_in, weight, n_in, (float)add, out, n_out);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n_rows, n_out, n_in, 1, x, n_in, weight, n_in,
+                (float)add, out, n_out);
     for (int t = 0; bias && t < n_rows; t++)
         for (int c = 0; c < n_out; c++) out[(size_t)t * (size_t)n_out + (size_t)c] += bias[c];
 }
@@ -134,7 +140,8 @@ static void norm_rows(const lowkey_decoder *decoder, const float *weight, int fi
     const lowkey_model *model = decoder->config.model;
     for (int t = first; t < first + n_rows; t++) {
         const size_t row = (size_t)t * (size_t)model->hidden_size;
-        rms_norm(decoder->residual + row, weight, model->hidden_size, model->rms_norm_eps, decoder->normed + row);
+        rms_norm(decoder->residual + row, weight, model->hidden_size, model->rms_norm_eps,
+                 decoder->normed + row);
     }
 }
 
@@ -147,10 +154,12 @@ static void before_attention(void *arg, int i)
     const struct lowkey_model_layer *weights = &model->layers[chunk->l];
     const lowkey_layer_desc *layer = &model->geometry[chunk->l];
     const int first = i * TOKEN_BLOCK, n_rows = block_rows(chunk, first), hidden = model->hidden_size;
-    const int n_query = layer->n_q_heads * layer->key_head_dim, n_key = layer->n_kv_heads * layer->key_head_dim;
+    const int n_query = layer->n_q_heads * layer->key_head_dim;
+    const int n_key = layer->n_kv_heads * layer->key_head_dim;
     const int n_value = layer->n_kv_heads * layer->value_head_dim;
     const float *normed = decoder->normed + (size_t)first * (size_t)hidden;
-    float *query = decoder->query + (size_t)first * (size_t)n_query, *key = decoder->key + (size_t)first * (size_t)n_key;
+    float *query = decoder->query + (size_t)first * (size_t)n_query;
+    float *key = decoder->key + (size_t)first * (size_t)n_key;
 
     norm_rows(decoder, weights->attention_norm, first, n_rows);
     project(normed, n_rows, hidden, weights->query_proj, n_query, weights->query_bias, 0, query);
@@ -160,9 +169,11 @@ static void before_attention(void *arg, int i)
     if (!weights->query_norm) return;
     const int dim = layer->key_head_dim;
     for (int r = 0; r < n_rows * layer->n_q_heads; r++)
-        rms_norm(query + (size_t)r * (size_t)dim, weights->query_norm, dim, model->rms_norm_eps, query + (size_t)r * (size_t)dim);
+        rms_norm(query + (size_t)r * (size_t)dim, weights->query_norm, dim, model->rms_norm_eps,
+                 query + (size_t)r * (size_t)dim);
     for (int r = 0; r < n_rows * layer->n_kv_heads; r++)
-        rms_norm(key + (size_t)r * (size_t)dim, weights->key_norm, dim, model->rms_norm_eps, key + (size_t)r * (size_t)dim);
+        rms_norm(key + (size_t)r * (size_t)dim, weights->key_norm, dim, model->rms_norm_eps,
+                 key + (size_t)r * (size_t)dim);
 }
 
 /* Output projection and feed-forward of a block of tokens: down(silu(gate x) * up x), both added to the residual. */
@@ -174,16 +185,20 @@ static void after_attention(void *arg, int i)
     const struct lowkey_model_layer *weights = &model->layers[chunk->l];
     const lowkey_layer_desc *layer = &model->geometry[chunk->l];
     const int first = i * TOKEN_BLOCK, n_rows = block_rows(chunk, first);
-    const int hidden = model->hidden_size, ffn = model->intermediate_size, n_mixed = layer->n_q_heads * layer->value_head_dim;
+    const int hidden = model->hidden_size, ffn = model->intermediate_size;
+    const int n_mixed = layer->n_q_heads * layer->value_head_dim;
     const float *normed = decoder->normed + (size_t)first * (size_t)hidden;
     float *residual = decoder->residual + (size_t)first * (size_t)hidden;
-    float *gate = decoder->gate + (size_t)first * (size_t)ffn, *up = decoder->up + (size_t)first * (size_t)ffn;
+    float *gate = decoder->gate + (size_t)first * (size_t)ffn;
+    float *up = decoder->up + (size_t)first * (size_t)ffn;
 
-    project(decoder->mixed + (size_t)first * (size_t)n_mixed, n_rows, n_mixed, weights->output_proj, hidden, NULL, 1, residual);
+    project(decoder->mixed + (size_t)first * (size_t)n_mixed, n_rows, n_mixed, weights->output_proj, hidden,
+            NULL, 1, residual);
     norm_rows(decoder, weights->ffn_norm, first, n_rows);
     project(normed, n_rows, hidden, weights->gate_proj, ffn, NULL, 0, gate);
     project(normed, n_rows, hidden, weights->up_proj, ffn, NULL, 0, up);
-    for (size_t c = 0; c < (size_t)n_rows * (size_t)ffn; c++) gate[c] = gate[c] / (1 + expf(-gate[c])) * up[c];
+    for (size_t c = 0; c < (size_t)n_rows * (size_t)ffn; c++)
+        gate[c] = gate[c] / (1 + expf(-gate[c])) * up[c];
     project(gate, n_rows, ffn, weights->down_proj, hidden, NULL, 1, residual);
 }
 
@@ -194,25 +209,32 @@ static lowkey_status run_layer(lowkey_decoder *decoder, int l, int n_tokens, low
     const struct lowkey_attention *attention = &decoder->config.attention;
     lowkey_threads_run(&decoder->config.n_threads, n_blocks, before_attention, &chunk);
     const struct lowkey_attention_step step = {
-        .layer = &decoder->config.model->geometry[l], .n_tokens = n_tokens, .query = decoder->query,
-        .key = decoder->key, .value = decoder->value, .out = decoder->mixed,
+        .layer = &decoder->config.model->geometry[l],
+        .n_tokens = n_tokens,
+        .query = decoder->query,
+        .key = decoder->key,
+        .value = decoder->value,
+        .out = decoder->mixed,
     };
     LOWKEY_TRY(attention->step(attention->user, &step, err));
     lowkey_threads_run(&decoder->config.n_threads, n_blocks, after_attention, &chunk);
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_decoder_forward(lowkey_decoder *decoder, const int32_t *tokens, int n_tokens, float *hidden,
-                                     lowkey_error *err)
+lowkey_status lowkey_decoder_forward(lowkey_decoder *decoder, const int32_t *tokens, int n_tokens,
+                                     float *hidden, lowkey_error *err)
 {
     const lowkey_model *model = decoder->config.model;
     const size_t width = (size_t)model->hidden_size;
     if (n_tokens < 1 || n_tokens > decoder->config.max_chunk)
-        return lowkey_fail(err, LOWKEY_EINVAL, "decoder: %d tokens, expected 1 to %d", n_tokens, decoder->config.max_chunk);
+        return lowkey_fail(err, LOWKEY_EINVAL, "decoder: %d tokens, expected 1 to %d", n_tokens,
+                           decoder->config.max_chunk);
     for (int t = 0; t < n_tokens; t++) {
         if (tokens[t] < 0 || tokens[t] >= model->vocab_size)
-            return lowkey_fail(err, LOWKEY_EINVAL, "decoder: token %d is %d, expected 0 to %d", t, tokens[t], model->vocab_size - 1);
-        memcpy(decoder->residual + (size_t)t * width, model->token_embedding + (size_t)tokens[t] * width, width * sizeof(float));
+            return lowkey_fail(err, LOWKEY_EINVAL, "decoder: token %d is %d, expected 0 to %d", t, tokens[t],
+                               model->vocab_size - 1);
+        memcpy(decoder->residual + (size_t)t * width, model->token_embedding + (size_t)tokens[t] * width,
+               width * sizeof(float));
     }
     for (int l = 0; l < decoder->config.n_layers; l++) LOWKEY_TRY(run_layer(decoder, l, n_tokens, err));
     if (!hidden) return LOWKEY_OK;
@@ -232,14 +254,16 @@ static void logits_block(void *arg, int i)
 {
     const struct logits *work = arg;
     const int hidden = work->model->hidden_size, n = work->model->vocab_size, first = i * VOCABULARY_BLOCK;
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, work->n_rows, n - first < VOCABULARY_BLOCK ? n - first : VOCABULARY_BLOCK,
-                hidden, 1, work->hidden, hidden, work->model->output + (size_t)first * (size_t)hidden, hidden, 0,
-                work->out + first, n);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, work->n_rows,
+                n - first < VOCABULARY_BLOCK ? n - first : VOCABULARY_BLOCK, hidden, 1, work->hidden, hidden,
+                work->model->output + (size_t)first * (size_t)hidden, hidden, 0, work->out + first, n);
 }
 
 void lowkey_decoder_logits(const lowkey_decoder *decoder, const float *hidden, int n_rows, float *logits)
 {
-    struct logits work = { .model = decoder->config.model, .hidden = hidden, .n_rows = n_rows, .out = logits };
+    struct logits work = {
+        .model = decoder->config.model, .hidden = hidden, .n_rows = n_rows, .out = logits
+    };
     const int n_blocks = (work.model->vocab_size + VOCABULARY_BLOCK - 1) / VOCABULARY_BLOCK;
     int n_threads = decoder->config.n_threads;
     lowkey_threads_run(&n_threads, n_blocks, logits_block, &work);

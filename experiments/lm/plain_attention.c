@@ -16,15 +16,15 @@ enum { QUERY_BLOCK = 64 }; /* queries of one head that share a matrix product */
 
 struct layer_store {
     int n_tokens;
-    float *keys;   /* [n_kv_heads][max_tokens][key_head_dim], after RoPE */
+    float *keys; /* [n_kv_heads][max_tokens][key_head_dim], after RoPE */
     float *values; /* [n_kv_heads][max_tokens][value_head_dim] */
 };
 
 struct lowkey_plain_attention {
     int n_layers, max_tokens, n_threads;
     struct layer_store *layers; /* [n_layers] */
-    float *scores;              /* [n_threads][QUERY_BLOCK][max_tokens] */
-    float *queries;             /* [n_threads][QUERY_BLOCK][LOWKEY_MAX_ROPE_PAIRS * 2], after RoPE */
+    float *scores; /* [n_threads][QUERY_BLOCK][max_tokens] */
+    float *queries; /* [n_threads][QUERY_BLOCK][LOWKEY_MAX_ROPE_PAIRS * 2], after RoPE */
 };
 
 struct work { /* one step, as its lanes see it */
@@ -58,8 +58,8 @@ static int allocate(lowkey_plain_attention *attention, const lowkey_model *model
     return 1;
 }
 
-lowkey_status lowkey_plain_attention_create(const lowkey_model *model, int n_layers, int max_tokens, int n_threads,
-                                            lowkey_plain_attention **out, lowkey_error *err)
+lowkey_status lowkey_plain_attention_create(const lowkey_model *model, int n_layers, int max_tokens,
+                                            int n_threads, lowkey_plain_attention **out, lowkey_error *err)
 {
     *out = NULL;
     if (n_layers < 1 || n_layers > model->n_layers || max_tokens < 1 || n_threads < 1)
@@ -73,7 +73,8 @@ lowkey_status lowkey_plain_attention_create(const lowkey_model *model, int n_lay
     }
     if (!attention || !allocate(attention, model)) {
         lowkey_plain_attention_free(attention);
-        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for keys and values of %d tokens in %d layers", max_tokens, n_layers);
+        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for keys and values of %d tokens in %d layers",
+                           max_tokens, n_layers);
     }
     *out = attention;
     return LOWKEY_OK;
@@ -105,8 +106,10 @@ static void store_block(void *arg, int i)
         for (int h = 0; h < layer->n_kv_heads; h++) {
             const size_t from = (size_t)t * (size_t)layer->n_kv_heads + (size_t)h;
             const size_t to = (size_t)h * (size_t)work->attention->max_tokens + (size_t)(work->first + t);
-            lowkey_rope_turn(layer, cosine, sine, step->key + from * key_dim, work->store->keys + to * key_dim);
-            memcpy(work->store->values + to * value_dim, step->value + from * value_dim, value_dim * sizeof(float));
+            lowkey_rope_turn(layer, cosine, sine, step->key + from * key_dim,
+                             work->store->keys + to * key_dim);
+            memcpy(work->store->values + to * value_dim, step->value + from * value_dim,
+                   value_dim * sizeof(float));
         }
     }
 }
@@ -140,12 +143,14 @@ static void softmax(float *scores, int n_visible, int n)
 }
 
 /* Queries first_query.. of query head h: n_rows of them. */
-static void attend_block(const struct work *work, int h, int first_query, int n_rows, float *queries, float *scores)
+static void attend_block(const struct work *work, int h, int first_query, int n_rows, float *queries,
+                         float *scores)
 {
     const struct lowkey_attention_step *step = work->step;
     const lowkey_layer_desc *layer = step->layer;
     const int key_dim = layer->key_head_dim, value_dim = layer->value_head_dim;
-    const size_t kv = (size_t)(h / (layer->n_q_heads / layer->n_kv_heads)) * (size_t)work->attention->max_tokens;
+    const size_t kv = (size_t)(h / (layer->n_q_heads / layer->n_kv_heads)) *
+                      (size_t)work->attention->max_tokens;
     const size_t row = (size_t)first_query * (size_t)layer->n_q_heads + (size_t)h;
     const double scale = layer->logit_scale != 0 ? layer->logit_scale : 1 / sqrt(key_dim);
     const int n_visible = work->first + first_query + n_rows; /* to the last of them */
@@ -156,13 +161,13 @@ static void attend_block(const struct work *work, int h, int first_query, int n_
         lowkey_rope_angles(layer, work->first + first_query + j, cosine, sine);
         lowkey_rope_turn(layer, cosine, sine, query, queries + (size_t)j * (size_t)key_dim);
     }
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n_rows, n_visible, key_dim, (float)scale, queries, key_dim,
-                work->store->keys + kv * (size_t)key_dim, key_dim, 0, scores, n_visible);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n_rows, n_visible, key_dim, (float)scale, queries,
+                key_dim, work->store->keys + kv * (size_t)key_dim, key_dim, 0, scores, n_visible);
     for (int j = 0; j < n_rows; j++)
         softmax(scores + (size_t)j * (size_t)n_visible, work->first + first_query + j + 1, n_visible);
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n_rows, value_dim, n_visible, 1, scores, n_visible,
-                work->store->values + kv * (size_t)value_dim, value_dim, 0, step->out + row * (size_t)value_dim,
-                layer->n_q_heads * value_dim);
+                work->store->values + kv * (size_t)value_dim, value_dim, 0,
+                step->out + row * (size_t)value_dim, layer->n_q_heads * value_dim);
 }
 
 static void attend_lane(void *arg, int lane)
@@ -185,13 +190,16 @@ static lowkey_status attend(void *user, const struct lowkey_attention_step *step
 {
     lowkey_plain_attention *attention = user;
     const int l = step->layer->index;
-    if (l < 0 || l >= attention->n_layers) return lowkey_fail(err, LOWKEY_EINVAL, "attention: no layer %d", l);
+    if (l < 0 || l >= attention->n_layers)
+        return lowkey_fail(err, LOWKEY_EINVAL, "attention: no layer %d", l);
     struct layer_store *store = &attention->layers[l];
     if (step->n_tokens < 1 || step->n_tokens > attention->max_tokens - store->n_tokens)
-        return lowkey_fail(err, LOWKEY_EFULL, "attention: layer %d holds %d tokens of at most %d, %d more given", l,
+        return lowkey_fail(err, LOWKEY_EFULL,
+                           "attention: layer %d holds %d tokens of at most %d, %d more given", l,
                            store->n_tokens, attention->max_tokens, step->n_tokens);
     struct work work = { .attention = attention, .step = step, .store = store, .first = store->n_tokens };
-    lowkey_threads_run(&attention->n_threads, (step->n_tokens + QUERY_BLOCK - 1) / QUERY_BLOCK, store_block, &work);
+    lowkey_threads_run(&attention->n_threads, (step->n_tokens + QUERY_BLOCK - 1) / QUERY_BLOCK, store_block,
+                       &work);
     store->n_tokens += step->n_tokens;
     lowkey_threads_run(&attention->n_threads, attention->n_threads, attend_lane, &work);
     return LOWKEY_OK;
@@ -207,5 +215,5 @@ static lowkey_status reset(void *user, lowkey_error *err)
 
 struct lowkey_attention lowkey_plain_attention_interface(lowkey_plain_attention *attention)
 {
-    return (struct lowkey_attention){ .step = attend, .reset = reset, .user = attention };
+    return (struct lowkey_attention) { .step = attend, .reset = reset, .user = attention };
 }

@@ -15,7 +15,8 @@ void lowkey_rope_angles(const lowkey_layer_desc *layer, int64_t position, float 
     }
 }
 
-void lowkey_rope_turn(const lowkey_layer_desc *layer, const float *cosine, const float *sine, const float *x, float *out)
+void lowkey_rope_turn(const lowkey_layer_desc *layer, const float *cosine, const float *sine, const float *x,
+                      float *out)
 {
     const int pairs = layer->rope_dims / 2;
     const int half = layer->rope_pairing == LOWKEY_PAIR_HALF;

@@ -10,6 +10,7 @@ enum { LOWKEY_MAX_ROPE_PAIRS = 128 }; /* of a head: head_dim is at most 256 */
 void lowkey_rope_angles(const lowkey_layer_desc *layer, int64_t position, float *cosine, float *sine);
 
 /* Turn one head's vector x[key_head_dim] into out, which may be x; channels from rope_dims on are copied. */
-void lowkey_rope_turn(const lowkey_layer_desc *layer, const float *cosine, const float *sine, const float *x, float *out);
+void lowkey_rope_turn(const lowkey_layer_desc *layer, const float *cosine, const float *sine, const float *x,
+                      float *out);
 
 #endif
