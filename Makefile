@@ -92,7 +92,8 @@ model: $(models)
 $(gguf): scripts/fetch_model.sh | build/venv/.done
 	@mkdir -p $(@D)
 	@scripts/fetch_model.sh $(python) $@ && touch $@
-build/model/smollm2-135m.model.h5: experiments/convert_model.py experiments/artefact.py $(gguf) | build/venv/.done
+build/model/smollm2-135m.model.h5: experiments/convert_model.py experiments/rope_scaling.py experiments/artefact.py \
+                                   $(gguf) | build/venv/.done
 	$(python) $< $(gguf) $@ --name SmolLM2-135M-Instruct
 build/model/wiki.%.tokens.h5: experiments/tokenize_text.py experiments/data/wikitext-2/wiki.%.raw experiments/convert_model.py \
                                experiments/artefact.py $(gguf) | build/venv/.done

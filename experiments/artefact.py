@@ -1,4 +1,4 @@
-"""What the converters share: refusals in one line, files that are whole or not there, SHA-256 in HDF5 attributes."""
+"""What the converters share: refusals in one line, files that are whole or not there, interrupts."""
 import contextlib
 import hashlib
 import os
@@ -23,8 +23,8 @@ _interrupted = []
 
 
 def go_on():
-    """Ends the program's work, tidily, where a signal came in. Raising in the handler itself would not do: Python
-    swallows what is raised while it runs a callback of its own."""
+    """Ends the program's work, tidily, where a signal came in. Raising in the handler itself would not do:
+    Python swallows what is raised while it runs a callback of its own."""
     if _interrupted:
         raise KeyboardInterrupt
 
@@ -43,7 +43,7 @@ def progress(what, done, total):
 
 @contextlib.contextmanager
 def whole_file(path, verify):
-    """Yield an HDF5 file beside path; when the block ends well, verify(temporary path) and rename it over path."""
+    """Yield an HDF5 file beside path; when the block ends well, verify(its name) and rename it over path."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with h5py.File(temporary, "w", track_order=False) as file:
@@ -69,7 +69,7 @@ def sha256(data):
 
 
 def run(main):
-    """Run a converter's main as a command: exit 0 good, 1 failed with one line, 130 interrupted (2: argparse's)."""
+    """Run a converter's main as a command: exit 0 good, 1 failed with one line, 130 interrupted."""
     def interrupted(number, _):
         _interrupted.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one kills

@@ -4,9 +4,9 @@
     convert_model.py MODEL.gguf OUT.model.h5
     convert_model.py FOLDER OUT.model.h5        a Hugging Face folder: config.json and *.safetensors
 
-Weights become f32 (block formats are dequantized once), channels are in Hugging Face order, RoPE becomes its vector of
-inverse frequencies. What the format cannot say is refused by name: other architectures, sliding windows, experts, any
-tensor that has no place in model.h5.
+Weights become f32 (block formats are dequantized once), channels are in Hugging Face order, RoPE becomes its
+vector of inverse frequencies. What the format cannot say is refused by name: other architectures, sliding
+windows, experts, any tensor that has no place in model.h5.
 """
 import argparse
 import hashlib
@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from artefact import Refused, need, note, progress, run, set_schema, whole_file
+from rope_scaling import inverse_frequencies
 
 # model.h5's name, Hugging Face's, GGUF's; in the order that model_sha256 goes through them.
 LAYER_TENSORS = [
@@ -39,13 +40,15 @@ LAYER_TENSORS = [
     ("up_proj", "mlp.up_proj.weight", "ffn_up.weight"),
     ("down_proj", "mlp.down_proj.weight", "ffn_down.weight"),
 ]
-# What the decoder of experiments/lm computes, and whether it normalises queries and keys. Biases show by their tensors.
-FOLDER_QK_NORM = {"LlamaForCausalLM": 0, "MistralForCausalLM": 0, "Qwen2ForCausalLM": 0, "Qwen3ForCausalLM": 1}
+# What the decoder of experiments/lm computes, and whether it normalises queries and keys. Biases show by
+# their tensors.
+FOLDER_QK_NORM = {"LlamaForCausalLM": 0, "MistralForCausalLM": 0, "Qwen2ForCausalLM": 0,
+                  "Qwen3ForCausalLM": 1}
 GGUF_QK_NORM = {"llama": 0, "qwen2": 0, "qwen3": 1}
 
 
 class Model:
-    """A model as model.h5 wants it: attributes of the root, attributes of every layer, and a reader per tensor."""
+    """A model as model.h5 wants it: attributes of the root and of every layer, and a reader of tensors."""
 
     def __init__(self, **attributes):
         self.attributes = attributes      # as in formats/README.md
@@ -54,50 +57,6 @@ class Model:
         self.read = None                  # name of the source's tensor -> f32 array
         self.names = {}                   # path in model.h5 -> name in the source
         self.unused = set()               # names in the source that nothing asked for
-
-
-# ---- RoPE ----
-
-def inverse_frequencies(theta, dims, scaling):
-    """The vector of formats/README.md, "Geometry", and the attention factor. scaling: {"type": "none" | "linear" |
-    "llama3" | "yarn", ...} with the parameters' names of Hugging Face's rope_scaling."""
-    plain = theta ** -(np.arange(0, dims, 2, dtype=np.float64) / dims)
-    kind = scaling["type"]
-    if kind == "none":
-        return plain, 1.0
-    factor = positive(scaling, "factor")
-    if kind == "linear":
-        return plain / factor, 1.0
-    trained = positive(scaling, "original_max_position_embeddings")
-    if kind == "llama3":
-        low, high = positive(scaling, "low_freq_factor"), positive(scaling, "high_freq_factor")
-        turns = trained * plain / (2 * np.pi)         # full turns within the context it was trained on
-        share = np.clip((turns - low) / (high - low), 0, 1)
-        return plain * (share + (1 - share) / factor), 1.0
-    # YaRN (arXiv 2309.00071): pairs that turn often keep their frequency, slow ones are interpolated, between them a ramp.
-    def pair_with(turns):
-        return dims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    first = max(math.floor(pair_with(scaling.get("beta_fast") or 32)), 0)
-    last = min(math.ceil(pair_with(scaling.get("beta_slow") or 1)), dims - 1)
-    ramp = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0, 1)
-    return plain * (1 - ramp) + plain / factor * ramp, yarn_attention_factor(scaling, factor)
-
-
-def yarn_attention_factor(scaling, factor):
-    if scaling.get("attention_factor") is not None:
-        return positive(scaling, "attention_factor")
-    def grown(scale):
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
-    return grown(1)
-
-
-def positive(settings, name):
-    value = settings.get(name)
-    need(isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf,
-         f"RoPE scaling {settings['type']}: {name} must be a number above 0, found {value!r}")
-    return float(value)
 
 
 # ---- GGUF ----
@@ -117,18 +76,23 @@ def open_gguf(path):
 def read_gguf(path):
     reader, field = open_gguf(path)
     architecture = field("general.architecture")
-    need(architecture in GGUF_QK_NORM, f"{path}: architecture '{architecture}' is not one of {', '.join(GGUF_QK_NORM)}")
-    need(field("split.count", 1) in (0, 1), f"{path}: is one of {field('split.count')} parts; merge them with gguf-split")
+    need(architecture in GGUF_QK_NORM,
+         f"{path}: architecture '{architecture}' is not one of {', '.join(GGUF_QK_NORM)}")
+    need(field("split.count", 1) in (0, 1),
+         f"{path}: is one of {field('split.count')} parts; merge them with gguf-split")
 
     def setting(name, default=None):
         value = field(f"{architecture}.{name}", default)
         need(value is not None, f"{path}: has no {architecture}.{name}")
-        need(not isinstance(value, list), f"{path}: {architecture}.{name} differs between layers, which is not supported")
+        need(not isinstance(value, list),
+             f"{path}: {architecture}.{name} differs between layers, which is not supported")
         return value
     for name in ("expert_count", "attention.sliding_window", "attention.max_alibi_bias"):
-        need(not setting(name, 0), f"{path}: {architecture}.{name} = {setting(name, 0)}: not a plain Llama-like model")
+        need(not setting(name, 0),
+             f"{path}: {architecture}.{name} = {setting(name, 0)}: not a plain Llama-like model")
     for name in ("logit_scale", "embedding_scale", "residual_scale"):
-        need(setting(name, 1) in (0, 1), f"{path}: {architecture}.{name} = {setting(name, 1)}: not a plain Llama-like model")
+        need(setting(name, 1) in (0, 1),
+             f"{path}: {architecture}.{name} = {setting(name, 1)}: not a plain Llama-like model")
 
     tensors = {t.name: t for t in reader.tensors}
     need("token_embd.weight" in tensors, f"{path}: has no tensor token_embd.weight")
@@ -142,19 +106,25 @@ def read_gguf(path):
     model = Model(
         architecture="llama", hidden_size=hidden, intermediate_size=setting("feed_forward_length"),
         vocab_size=int(tensors["token_embd.weight"].shape[-1]), n_layers=setting("block_count"),
-        rms_norm_eps=float(str(np.float32(setting("attention.layer_norm_rms_epsilon")))),  # 1e-05 again, as the f32 was written
+        # 1e-05 again, from the f32 that is nearest to it.
+        rms_norm_eps=float(str(np.float32(setting("attention.layer_norm_rms_epsilon")))),
         tied_output=int("output.weight" not in tensors),
         attention_bias=int("blk.0.attn_q.bias" in tensors), qk_norm=GGUF_QK_NORM[architecture],
-        bos_token_id=field("tokenizer.ggml.bos_token_id", -1), eos_token_id=field("tokenizer.ggml.eos_token_id", -1),
+        bos_token_id=field("tokenizer.ggml.bos_token_id",
+                           -1), eos_token_id=field("tokenizer.ggml.eos_token_id", -1),
         model_name=field("general.name", os.path.basename(path)), source=os.path.basename(path),
         license=field("general.license", "unknown"))
-    model.layer = dict(n_q_heads=q_heads, n_kv_heads=setting("attention.head_count_kv", q_heads), key_head_dim=key_dim,
-                       value_head_dim=setting("attention.value_length", key_dim), rope_dims=rope_dims, rope_pairing="half",
+    model.layer = dict(n_q_heads=q_heads, n_kv_heads=setting("attention.head_count_kv", q_heads),
+                       key_head_dim=key_dim,
+                       value_head_dim=setting("attention.value_length",
+                                              key_dim), rope_dims=rope_dims, rope_pairing="half",
                        logit_scale=setting("attention.scale", 0.0) or 1 / math.sqrt(key_dim))
     gguf_rope(model, setting, tensors, rope_dims)
     for layer in range(model.attributes["n_layers"]):
-        model.names.update({f"/layers/{layer:03d}/{ours}": f"blk.{layer}.{theirs}" for ours, _, theirs in LAYER_TENSORS})
-    model.names.update({"/token_embedding": "token_embd.weight", "/final_norm": "output_norm.weight", "/output": "output.weight"})
+        model.names.update({f"/layers/{layer:03d}/{ours}": f"blk.{layer}.{theirs}"
+                            for ours, _, theirs in LAYER_TENSORS})
+    model.names.update({"/token_embedding": "token_embd.weight", "/final_norm": "output_norm.weight",
+                        "/output": "output.weight"})
 
     def read(name):
         tensor = tensors[name]
@@ -171,28 +141,31 @@ def read_gguf(path):
 
 
 def unpermuted(rows, n_heads):
-    """Undo what converters to GGUF do for llama: row 2i + s of a head is row i + s * dim/2 of Hugging Face's head."""
-    need(rows.shape[0] % (2 * n_heads) == 0, f"{rows.shape[0]} query or key rows are not {n_heads} heads of even size")
+    """Undo what converters to GGUF do for llama: row 2i + s of a head is row i + s * dim/2 of theirs."""
+    need(rows.shape[0] % (2 * n_heads) == 0,
+         f"{rows.shape[0]} query or key rows are not {n_heads} heads of even size")
     return rows.reshape(n_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def gguf_rope(model, setting, tensors, dims):
     scaling = {"type": setting("rope.scaling.type", "none")}
-    need(scaling["type"] in ("none", "linear", "yarn"), f"RoPE scaling '{scaling['type']}' is not one of none, linear, yarn")
+    need(scaling["type"] in ("none", "linear", "yarn"),
+         f"RoPE scaling '{scaling['type']}' is not one of none, linear, yarn")
     if scaling["type"] != "none":
         scaling["factor"] = setting("rope.scaling.factor")
     if scaling["type"] == "yarn":
         scaling["original_max_position_embeddings"] = setting("rope.scaling.original_context_length")
         scaling["beta_fast"] = setting("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = setting("rope.scaling.yarn_beta_slow", 1.0)
-        need(setting("rope.scaling.yarn_ext_factor", 1.0) == 1, "YaRN with an ext_factor other than 1 is not supported")
+        need(setting("rope.scaling.yarn_ext_factor", 1.0) == 1,
+             "YaRN with an ext_factor other than 1 is not supported")
     frequencies, factor = inverse_frequencies(float(setting("rope.freq_base", 10000.0)), dims, scaling)
     if scaling["type"] == "yarn":
         factor *= setting("rope.scaling.attn_factor", 1.0)
     if "rope_freqs.weight" in tensors:  # Llama-3's scaling, as divisors
         divisors = np.asarray(tensors["rope_freqs.weight"].data, np.float64).ravel()
         need(divisors.shape == frequencies.shape and np.all(divisors > 0),
-             f"tensor rope_freqs.weight: expected {len(frequencies)} positive divisors, found {divisors.size}")
+             f"tensor rope_freqs.weight: expected {len(frequencies)} divisors above 0, {divisors.size} found")
         frequencies = frequencies / divisors
     model.inverse_frequencies, model.layer["rope_attention_factor"] = frequencies, float(factor)
 
@@ -200,8 +173,8 @@ def gguf_rope(model, setting, tensors, dims):
 # ---- safetensors ----
 
 class Shards:
-    """The tensors of a folder's *.safetensors, one read at a time. The library checks each header and its offsets; the
-    bytes are read here, since its NumPy side knows no bf16."""
+    """The tensors of a folder's *.safetensors, one read at a time. The library checks each header and its
+    offsets; the bytes are read here, since its NumPy side knows no bf16."""
 
     def __init__(self, folder):
         files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors"))
@@ -253,10 +226,13 @@ def read_folder(folder):
     architecture = (config.get("architectures") or ["none named"])[0]
     need(architecture in FOLDER_QK_NORM,
          f"{path}: architecture '{architecture}' is not one of {', '.join(FOLDER_QK_NORM)}")
-    need("quantization_config" not in config, f"{path}: weights are quantized (quantization_config); convert the original")
-    need(config.get("hidden_act", "silu") == "silu", f"{path}: hidden_act '{config.get('hidden_act')}' is not silu")
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", architecture == "MistralForCausalLM")
-    need(not windowed, f"{path}: sliding_window {config.get('sliding_window')} is not supported")
+    need("quantization_config" not in config,
+         f"{path}: weights are quantized (quantization_config); convert the original")
+    need(config.get("hidden_act", "silu") == "silu",
+         f"{path}: hidden_act '{config.get('hidden_act')}' is not silu")
+    uses_window = config.get("use_sliding_window", architecture == "MistralForCausalLM")
+    need(not (config.get("sliding_window") and uses_window),
+         f"{path}: sliding_window {config.get('sliding_window')} is not supported")
 
     def setting(name, default=None):
         value = config.get(name)
@@ -269,19 +245,24 @@ def read_folder(folder):
     hidden, q_heads = setting("hidden_size"), setting("num_attention_heads")
     key_dim = config.get("head_dim") or hidden // max(q_heads, 1)
     tied = bool(config.get("tie_word_embeddings", False))
+    name = os.path.basename(os.path.abspath(folder))
     model = Model(
         architecture="llama", hidden_size=hidden, intermediate_size=setting("intermediate_size"),
-        vocab_size=setting("vocab_size"), n_layers=setting("num_hidden_layers"), rms_norm_eps=float(setting("rms_norm_eps")),
+        vocab_size=setting("vocab_size"), n_layers=setting("num_hidden_layers"),
+        rms_norm_eps=float(setting("rms_norm_eps")),
         tied_output=int(tied), attention_bias=int("model.layers.0.self_attn.q_proj.bias" in shards.where),
         qk_norm=FOLDER_QK_NORM[architecture], bos_token_id=token_id(config, "bos_token_id"),
-        eos_token_id=token_id(config, "eos_token_id"), source=os.path.basename(os.path.abspath(folder)),
-        model_name=config.get("_name_or_path") or os.path.basename(os.path.abspath(folder)), license="unknown")
-    model.layer = dict(n_q_heads=q_heads, n_kv_heads=setting("num_key_value_heads", q_heads), key_head_dim=key_dim,
+        eos_token_id=token_id(config, "eos_token_id"), source=name,
+        model_name=config.get("_name_or_path") or name, license="unknown")
+    model.layer = dict(n_q_heads=q_heads, n_kv_heads=setting("num_key_value_heads", q_heads),
+                       key_head_dim=key_dim,
                        value_head_dim=key_dim, logit_scale=1 / math.sqrt(key_dim), rope_pairing="half")
     folder_rope(model, config, setting, key_dim)
     for layer in range(model.attributes["n_layers"]):
-        model.names.update({f"/layers/{layer:03d}/{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs, _ in LAYER_TENSORS})
-    model.names.update({"/token_embedding": "model.embed_tokens.weight", "/final_norm": "model.norm.weight", "/output": "lm_head.weight"})
+        model.names.update({f"/layers/{layer:03d}/{ours}": f"model.layers.{layer}.{theirs}"
+                            for ours, theirs, _ in LAYER_TENSORS})
+    model.names.update({"/token_embedding": "model.embed_tokens.weight", "/final_norm": "model.norm.weight",
+                        "/output": "lm_head.weight"})
     model.read = shards.read
     model.unused = {name for name in shards.where if not name.endswith("rotary_emb.inv_freq")}
     if tied and "lm_head.weight" in shards.where:
@@ -306,11 +287,14 @@ def folder_rope(model, config, setting, head_dim):
         scaling["type"] = "none"
     if scaling["type"] == "yarn":
         scaling.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        need(scaling.get("truncate", True), "config.json: RoPE scaling yarn with truncate false is not supported")
+        need(scaling.get("truncate", True),
+             "config.json: RoPE scaling yarn with truncate false is not supported")
     theta = parameters.get("rope_theta") or setting("rope_theta", 10000.0)
-    dims = int(head_dim * (parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+    share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    dims = int(head_dim * share)
     model.layer["rope_dims"] = dims
-    model.inverse_frequencies, model.layer["rope_attention_factor"] = inverse_frequencies(float(theta), dims, scaling)
+    frequencies, factor = inverse_frequencies(float(theta), dims, scaling)
+    model.inverse_frequencies, model.layer["rope_attention_factor"] = frequencies, factor
 
 
 # ---- model.h5 ----
@@ -321,15 +305,18 @@ def shapes(model):
     hidden, ffn = a["hidden_size"], a["intermediate_size"]
     queries, keys = g["n_q_heads"] * g["key_head_dim"], g["n_kv_heads"] * g["key_head_dim"]
     values, outputs = g["n_kv_heads"] * g["value_head_dim"], g["n_q_heads"] * g["value_head_dim"]
-    of = dict(attention_norm=(hidden,), query_proj=(queries, hidden), key_proj=(keys, hidden), value_proj=(values, hidden),
+    of = dict(attention_norm=(hidden,), query_proj=(queries, hidden), key_proj=(keys, hidden),
+              value_proj=(values, hidden),
               query_bias=(queries,), key_bias=(keys,), value_bias=(values,), query_norm=(g["key_head_dim"],),
-              key_norm=(g["key_head_dim"],), output_proj=(hidden, outputs), ffn_norm=(hidden,), gate_proj=(ffn, hidden),
+              key_norm=(g["key_head_dim"],), output_proj=(hidden, outputs), ffn_norm=(hidden,),
+              gate_proj=(ffn, hidden),
               up_proj=(ffn, hidden), down_proj=(hidden, ffn))
     absent = ([] if a["attention_bias"] else ["query_bias", "key_bias", "value_bias"]) + \
              ([] if a["qk_norm"] else ["query_norm", "key_norm"])
     result = {"/token_embedding": (a["vocab_size"], hidden)}
     for layer in range(a["n_layers"]):
-        result.update({f"/layers/{layer:03d}/{name}": of[name] for name, _, _ in LAYER_TENSORS if name not in absent})
+        result.update({f"/layers/{layer:03d}/{name}": of[name] for name, _, _ in LAYER_TENSORS
+                       if name not in absent})
     result["/final_norm"] = (hidden,)
     if not a["tied_output"]:
         result["/output"] = (a["vocab_size"], hidden)
@@ -339,23 +326,28 @@ def shapes(model):
 def check_geometry(model):
     a, g = model.attributes, model.layer
     for name in ("hidden_size", "intermediate_size", "vocab_size", "n_layers"):
-        need(isinstance(a[name], int) and a[name] > 0, f"{name} must be a positive integer, found {a[name]!r}")
+        need(isinstance(a[name], int) and a[name] > 0,
+             f"{name} must be a positive integer, found {a[name]!r}")
     for name in ("n_q_heads", "n_kv_heads", "key_head_dim", "value_head_dim"):
-        need(isinstance(g[name], int) and g[name] > 0, f"{name} must be a positive integer, found {g[name]!r}")
-    need(g["n_q_heads"] % g["n_kv_heads"] == 0, f"{g['n_q_heads']} query heads are not a multiple of {g['n_kv_heads']} KV heads")
+        need(isinstance(g[name], int) and g[name] > 0,
+             f"{name} must be a positive integer, found {g[name]!r}")
+    need(g["n_q_heads"] % g["n_kv_heads"] == 0,
+         f"{g['n_q_heads']} query heads are not a multiple of {g['n_kv_heads']} KV heads")
     for name in ("key_head_dim", "value_head_dim"):
-        need(g[name] % 8 == 0 and g[name] <= 256, f"{name} must be a multiple of 8 up to 256, found {g[name]}")
+        need(g[name] % 8 == 0 and g[name] <= 256,
+             f"{name} must be a multiple of 8 up to 256, found {g[name]}")
     need(g["rope_dims"] % 2 == 0 and 0 <= g["rope_dims"] <= g["key_head_dim"],
          f"rope_dims must be even and at most {g['key_head_dim']}, found {g['rope_dims']}")
 
 
 def checked_tensor(model, path, shape):
-    name = model.names[path]
-    need(name in model.unused, f"{model.attributes['source']}: has no tensor {name}")
+    name, source = model.names[path], model.attributes["source"]
+    need(name in model.unused, f"{source}: has no tensor {name}")
     model.unused.discard(name)
     values = np.ascontiguousarray(model.read(name), "<f4")
-    need(values.shape == shape, f"{model.attributes['source']}: tensor {name}: expected shape {list(shape)}, found {list(values.shape)}")
-    need(np.isfinite(values).all(), f"{model.attributes['source']}: tensor {name}: holds values that are not finite")
+    need(values.shape == shape,
+         f"{source}: tensor {name}: expected shape {list(shape)}, found {list(values.shape)}")
+    need(np.isfinite(values).all(), f"{source}: tensor {name}: holds values that are not finite")
     return values
 
 
@@ -373,7 +365,8 @@ def write_model(model, path):
         with h5py.File(temporary) as file:
             for name in wanted:
                 hash_tensor(digest, name, file[name][...])
-            need(file.attrs["model_sha256"] == digest.hexdigest(), f"{temporary}: was not read back as written")
+            need(file.attrs["model_sha256"] == digest.hexdigest(),
+                 f"{temporary}: was not read back as written")
 
     with whole_file(path, verify) as file:
         set_schema(file, "model")
@@ -391,14 +384,15 @@ def write_model(model, path):
             hash_tensor(digest, name, values)
             file.create_dataset(name, data=values, track_times=False)
             progress("convert", done + 1, len(wanted))
-        need(not model.unused, f"{model.attributes['source']}: tensor {min(model.unused, default='')} has no place in model.h5"
-             f" ({len(model.unused)} such)")
+        need(not model.unused, f"{model.attributes['source']}: tensor {min(model.unused, default='')} has no place"
+             f" in model.h5 ({len(model.unused)} such)")
         file.attrs["model_sha256"] = digest.hexdigest()
     return digest.hexdigest()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Exit status: 0 good, 1 failed, 2 wrong usage.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     epilog="Exit status: 0 good, 1 failed, 2 wrong usage.")
     parser.add_argument("model", help="a GGUF file, or a folder with config.json and *.safetensors")
     parser.add_argument("out", help="model.h5 to write")
     parser.add_argument("--name", help="model_name to write (default: what the source says)")
@@ -410,7 +404,8 @@ def main():
     if options.license is not None:
         model.attributes["license"] = options.license
     digest = write_model(model, options.out)
-    print(f"{options.out}: {model.attributes['model_name']}, {model.attributes['n_layers']} layers, sha256 {digest}")
+    name, layers = model.attributes["model_name"], model.attributes["n_layers"]
+    print(f"{options.out}: {name}, {layers} layers, sha256 {digest}")
 
 
 if __name__ == "__main__":

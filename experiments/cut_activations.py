@@ -38,12 +38,14 @@ def write(source, path, order, gzip):
                 if stream == "rope_inv_freq":
                     group.create_dataset(stream, data=data[:], dtype=data.dtype, track_times=False)
                     continue
-                settings = dict(compression=data.compression, compression_opts=data.compression_opts, shuffle=data.shuffle)
+                settings = dict(compression=data.compression, compression_opts=data.compression_opts,
+                                shuffle=data.shuffle)
                 chunks = data.chunks and (min(data.chunks[0], int(starts[-1])),) + data.chunks[1:]
                 if gzip is not None:  # chunks of a sample: each is deflated once
                     settings = dict(compression="gzip", compression_opts=gzip, shuffle=True)
                     chunks = (int(lengths.min()), 1, data.shape[2])
-                rows = group.create_dataset(stream, (int(starts[-1]),) + data.shape[1:], data.dtype, chunks=chunks,
+                rows = group.create_dataset(stream, (int(starts[-1]),) + data.shape[1:], data.dtype,
+                                            chunks=chunks,
                                             track_times=False, **settings)
                 copy_attributes(data, rows)
                 for i, sample in enumerate(order):
@@ -51,7 +53,8 @@ def write(source, path, order, gzip):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
     parser.add_argument("out")
     parser.add_argument("--samples", default=":", metavar="FIRST:END")

@@ -4,8 +4,9 @@
     tokenize_text.py MODEL.gguf TEXT OUT.tokens.h5
     tokenize_text.py TOKENIZER TEXT OUT.tokens.h5      tokenizer.json, or a folder that holds one
 
-The whole text is one sequence, tokenized as it stands; bytes that are no UTF-8 are refused. From GGUF the tokenizer is
-built anew out of tokens, merges and the name of the pre-tokenizer; only byte-level BPE has all it needs there.
+The whole text is one sequence, tokenized as it stands; bytes that are no UTF-8 are refused. From GGUF the
+tokenizer is built anew out of tokens, merges and the name of the pre-tokenizer; only byte-level BPE has all it
+needs there.
 """
 import argparse
 import os
@@ -18,7 +19,8 @@ from artefact import Refused, need, run, set_schema, sha256, whole_file
 from convert_model import load_json, open_gguf, token_id
 
 # How Llama 3 and Qwen 2 cut a text before merging; they differ in how many digits stay together.
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CONTROL, USER_DEFINED = 3, 4  # token types in GGUF: matched in the text before it is cut
 
 
@@ -44,11 +46,14 @@ def tokenizer_from_gguf(path):
     """(tokenizer, its name, id of the BOS token or -1)"""
     _, field = open_gguf(path)
     kind, pre = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre", "none named")
-    need(kind == "gpt2", f"{path}: tokenizer model '{kind}' is not gpt2 (byte-level BPE); use the model's tokenizer.json")
+    need(kind == "gpt2",
+         f"{path}: tokenizer model '{kind}' is not gpt2 (byte-level BPE); use the model's tokenizer.json")
     cutter = pre_tokenizer(pre)
-    need(cutter, f"{path}: pre-tokenizer '{pre}' is not one of gpt-2, smollm, llama-bpe, qwen2; use the model's tokenizer.json")
+    need(cutter, f"{path}: pre-tokenizer '{pre}' is not one of gpt-2, smollm, llama-bpe, qwen2; use the"
+         " model's tokenizer.json")
     tokens, types, merges = (field(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges"))
-    need(tokens and merges and types and len(types) == len(tokens), f"{path}: tokens, token_type or merges are missing")
+    need(tokens and merges and types and len(types) == len(tokens),
+         f"{path}: tokens, token_type or merges are missing")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     need(len(vocabulary) == len(tokens), f"{path}: the vocabulary holds a token twice")
     try:
@@ -61,9 +66,11 @@ def tokenizer_from_gguf(path):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer, tokenizer.decoder = cutter, decoders.ByteLevel()
     whole = [(token, type_) for token, type_ in zip(tokens, types) if type_ in (CONTROL, USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=type_ == CONTROL) for token, type_ in whole])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=type_ == CONTROL)
+                          for token, type_ in whole])
     need(tokenizer.get_vocab_size() == len(tokens), f"{path}: special tokens outside the vocabulary")
-    return tokenizer, f"{field('general.name', os.path.basename(path))} ({kind}, {pre})", field("tokenizer.ggml.bos_token_id", -1)
+    name = field("general.name", os.path.basename(path))
+    return tokenizer, f"{name} ({kind}, {pre})", field("tokenizer.ggml.bos_token_id", -1)
 
 
 def tokenizer_from_json(path):
@@ -83,11 +90,13 @@ def tokenizer_from_json(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Exit status: 0 good, 1 failed, 2 wrong usage.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     epilog="Exit status: 0 good, 1 failed, 2 wrong usage.")
     parser.add_argument("tokenizer", help="a GGUF file, a tokenizer.json, or a folder with one")
     parser.add_argument("text", help="UTF-8 text")
     parser.add_argument("out", help="tokens.h5 to write")
-    parser.add_argument("--add-bos", action="store_true", help="begin with the model's BOS token (default: without)")
+    parser.add_argument("--add-bos", action="store_true",
+                        help="begin with the model's BOS token (default: without)")
     parser.add_argument("--name", help="tokenizer name to write (default: the model's)")
     options = parser.parse_args()
 

@@ -12,7 +12,8 @@ class Model:
             self.layers = []
             for name in sorted(file["layers"])[:n_layers]:
                 group = file["layers"][name]
-                self.layers.append(({k: v[...].astype(np.float64) for k, v in group.items()}, dict(group.attrs)))
+                self.layers.append(({k: v[...].astype(np.float64) for k, v in group.items()},
+                                    dict(group.attrs)))
 
 
 def norm(x, weight, epsilon):

@@ -26,7 +26,8 @@ OUT = f"{WORK}/out.h5"
 
 
 def capture(*options, model=REAL, tokens=TEXT, out=OUT):
-    return subprocess.run([LOWKEY, "capture", "--model", model, "--tokens", tokens, "--out", out, *options], capture_output=True, text=True)
+    return subprocess.run([LOWKEY, "capture", "--model", model, "--tokens", tokens, "--out", out, *options],
+                          capture_output=True, text=True)
 
 
 def captured(*options, **how):
@@ -46,7 +47,8 @@ def tiny_tokens(offsets, vocab=40):
     """tokens.h5 of several sequences: (path, ids)"""
     ids = np.random.default_rng(3).integers(0, vocab, offsets[-1])
     with h5py.File(f"{WORK}/tokens.h5", "w") as file:
-        file.attrs.update(dict(schema="tokens", created_by="test", tokenizer="tiny", tokenizer_sha256="0" * 64, vocab_size=vocab,
+        file.attrs.update(dict(schema="tokens", created_by="test", tokenizer="tiny",
+                               tokenizer_sha256="0" * 64, vocab_size=vocab,
                                text_name="numbers", text_sha256="ab" * 32, add_bos=0, schema_version=[1, 0]))
         file["tokens"], file["sequence_offsets"] = ids.astype(np.int32), np.array(offsets)
     return f"{WORK}/tokens.h5", ids
@@ -59,7 +61,8 @@ def words(attributes):
 
 def streams(path):
     with h5py.File(path) as file:
-        return {f"{layer}/{name}": data[...] for layer, group in file["layers"].items() for name, data in group.items()}
+        return {f"{layer}/{name}": data[...] for layer, group in file["layers"].items()
+                for name, data in group.items()}
 
 
 def assert_captured(path, model, samples, layers, tolerance):
@@ -83,7 +86,8 @@ def test_real_model():
     captured("--layers", "0,7", "--samples", "1:3", "--length", "150", "--dtype", "f32")
     with h5py.File(TEXT) as text, h5py.File(REAL) as model, h5py.File(OUT) as file:
         ids, root = text["tokens"][...], words(file.attrs)
-        want = {**{k: model.attrs[k] for k in ("model_sha256", "model_name", "n_layers")}, "text_sha256": text.attrs["text_sha256"],
+        want = {**{k: model.attrs[k] for k in ("model_sha256", "model_name", "n_layers")},
+                "text_sha256": text.attrs["text_sha256"],
                 "text_name": "wiki.valid.raw", "contents": "key value query", "key_stage": "pre_rope", "schema": "activations"}
         assert {k: root[k] for k in want} == want
         for name in ("layers/000", "layers/007"):
@@ -95,7 +99,8 @@ def test_real_model():
 def test_families():
     """keys and queries are taken after bias and QK-norm, for small models of each family"""
     path, ids = tiny_tokens([0, 60])
-    for name, hf, how in (("llama", "LlamaForCausalLM", {}), ("qwen2", "Qwen2ForCausalLM", dict(bias=True, untied=True)),
+    for name, hf, how in (("llama", "LlamaForCausalLM", {}),
+                          ("qwen2", "Qwen2ForCausalLM", dict(bias=True, untied=True)),
                           ("qwen3", "Qwen3ForCausalLM", dict(qk_norm=True))):
         model = tiny_model(name, hf, **how)
         captured("--length", "20", "--dtype", "f32", model=model, tokens=path)
@@ -106,14 +111,17 @@ def test_samples():
     """samples stay inside sequences, start stride apart, and can be picked"""
     path, ids = tiny_tokens([0, 25, 30, 62])
     model = tiny_model("samples")
-    cut = [("--length 10", [0, 10, 30, 40, 50]), ("--length 10 --stride 15", [0, 15, 30, 45]), ("--length 10 --stride 4 --samples 3", [0, 4, 8]),
-           ("--length 10 --samples 1:4", [10, 30, 40]), ("--length 32", [30]), ("--length 1 --samples 61:62", [61])]
+    cut = [("--length 10", [0, 10, 30, 40, 50]), ("--length 10 --stride 15", [0, 15, 30, 45]),
+           ("--length 10 --stride 4 --samples 3", [0, 4, 8]),
+           ("--length 10 --samples 1:4", [10, 30,
+                                          40]), ("--length 32", [30]), ("--length 1 --samples 61:62", [61])]
     for options, starts in cut:
         length = int(options.split()[1])
         captured(*options.split(), "--dtype", "f32", model=model, tokens=path)
         assert_captured(OUT, Model(model), [ids[s:s + length] for s in starts], [0, 1], 2e-5)
     path, ids = tiny_tokens([0, 2300])
-    captured("--length", "1100", "--dtype", "f32", model=model, tokens=path)  # longer than what the decoder takes at once
+    captured("--length", "1100", "--dtype", "f32", model=model,
+             tokens=path)  # longer than what the decoder takes at once
     assert_captured(OUT, Model(model), [ids[:1100], ids[1100:2200]], [0, 1], 2e-5)
 
 
@@ -136,7 +144,8 @@ def test_equal_bytes():
     """the file does not depend on the number of threads, and lowkey check finds it good"""
     files = []
     for n in ("1", "2", "7"):
-        with open(captured("--layers", "0,1", "--samples", "1", "--length", "600", "--threads", n), "rb") as file:
+        with open(captured("--layers", "0,1", "--samples", "1", "--length", "600", "--threads", n),
+                  "rb") as file:
             files.append(file.read())
     assert files[0] == files[1] == files[2]
     done = subprocess.run([LOWKEY, "check", OUT], capture_output=True, text=True)
@@ -147,13 +156,15 @@ def test_parts():
     """--per-file cuts one capture into files; those that are there already are kept, others are written anew"""
     path, _ = tiny_tokens([0, 100])
     model = tiny_model("parts")
-    arguments, how = ("--length", "20", "--dtype", "f32"), dict(model=model, tokens=path, out=f"{WORK}/part.h5")
+    arguments, how = ("--length", "20", "--dtype",
+                      "f32"), dict(model=model, tokens=path, out=f"{WORK}/part.h5")
     whole = streams(captured(*arguments, **how))
     parts = [f"{WORK}/part.{i:03d}.h5" for i in range(3)]
     done = capture(*arguments, "--per-file", "2", **how)
     assert done.stdout.splitlines() == [f"{part}: written" for part in parts], done.stdout + done.stderr
     cut = [streams(part) for part in parts]
-    assert all(np.array_equal(whole[k], np.concatenate([c[k] for c in cut])) for k in whole if "rope" not in k)
+    assert all(np.array_equal(whole[k], np.concatenate([c[k] for c in cut])) for k in whole
+               if "rope" not in k)
     os.remove(parts[2])
     shutil.copy(parts[0], parts[1])  # other samples
     done = capture(*arguments, "--per-file", "2", **how)
@@ -171,14 +182,18 @@ def test_refusals():
     captured("--length", "20", model=model, tokens=path)
     before = open(OUT, "rb").read()
     for status, words, options, how in (
-            (2, "--length takes an integer", ["--length", "0"], {}), (2, "--stride takes", ["--stride", "-1"], {}),
+            (2, "--length takes an integer", ["--length", "0"],
+             {}), (2, "--stride takes", ["--stride", "-1"], {}),
             (2, "--samples takes", ["--samples", "x"], {}), (2, "--samples takes", ["--samples", "3:3"], {}),
-            (2, "--layers takes", ["--layers", "1,0"], {}), (2, "--dtype does not know 'f8'", ["--dtype", "f8"], {}),
-            (2, "--queries does not know", ["--queries", "1"], {}), (2, "'more' is not expected", ["more"], {}),
+            (2, "--layers takes", ["--layers", "1,0"],
+             {}), (2, "--dtype does not know 'f8'", ["--dtype", "f8"], {}),
+            (2, "--queries does not know", ["--queries", "1"],
+             {}), (2, "'more' is not expected", ["more"], {}),
             (2, "unrecognized option '--no'", ["--no"], {}), (2, "--threads takes", ["--threads", "0"], {}),
             (1, "layer 2: the model has 0 to 1", ["--length", "20", "--layers", "0,2"], {}),
             (1, "the text has 2 such", ["--length", "20", "--samples", "3"], {}),
-            (1, "the text has 0 such", ["--length", "51"], {}), (1, "vocabulary of 41, the model's has 40", ["--length", "20"], dict(tokens=large)),
+            (1, "the text has 0 such", ["--length", "51"],
+             {}), (1, "vocabulary of 41, the model's has 40", ["--length", "20"], dict(tokens=large)),
             (1, "expected model, found tokens", ["--length", "20"], dict(model=path)),
             (1, "No such file", ["--length", "20"], dict(model=f"{WORK}/none.h5")),
             (1, "none/out.h5", ["--length", "20"], dict(out=f"{WORK}/none/out.h5"))):
@@ -201,14 +216,16 @@ def test_values_that_f16_cannot_hold():
     done = capture("--length", "10", model=f"{WORK}/far.h5", tokens=path, out=f"{WORK}/far.out.h5")
     assert done.returncode == 1 and "key of layer 1, head 0, channel 0, token 0" in done.stderr, done.stderr
     assert not os.path.exists(f"{WORK}/far.out.h5")
-    captured("--length", "10", "--dtype", "bf16", model=f"{WORK}/far.h5", tokens=path, out=f"{WORK}/far.out.h5")
+    captured("--length", "10", "--dtype", "bf16", model=f"{WORK}/far.h5", tokens=path,
+             out=f"{WORK}/far.out.h5")
 
 
 def test_interrupted():
     """an interrupted capture says so, exits with 1 and leaves nothing"""
     folder = f"{WORK}/stopped"
     os.makedirs(folder)
-    running = subprocess.Popen([LOWKEY, "capture", "--model", REAL, "--tokens", TEXT, "--out", f"{folder}/a.h5"], stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen([LOWKEY, "capture", "--model", REAL, "--tokens", TEXT, "--out",
+                                f"{folder}/a.h5"], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not os.listdir(folder) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -67,7 +67,8 @@ def gguf_file(tensors=None, **how):
 def canonical_sha256(tensors):
     digest = hashlib.sha256()
     for path, values in tensors.items():
-        digest.update(path.encode() + b"\n" + ",".join(str(n) for n in values.shape).encode() + b"\n" + values.astype("<f4").tobytes())
+        shape = ",".join(str(n) for n in values.shape)
+        digest.update(f"{path}\n{shape}\n".encode() + values.astype("<f4").tobytes())
     return digest.hexdigest()
 
 
@@ -76,8 +77,11 @@ def assert_holds(path, tensors):
         for name, values in tensors.items():
             assert file[name].dtype == np.float32 and np.array_equal(file[name][...], values), name
         found = []
-        file.visititems(lambda name, item: found.append("/" + name) if isinstance(item, h5py.Dataset) else None)
-        assert sorted(found) == sorted([*tensors, *(f"/layers/{i:03d}/rope_inv_freq" for i in range(file.attrs["n_layers"]))])
+        file.visititems(lambda name, item: found.append("/" + name)
+                        if isinstance(item, h5py.Dataset) else None)
+        assert sorted(found) == sorted([*tensors,
+                                        *(f"/layers/{i:03d}/rope_inv_freq"
+                                          for i in range(file.attrs["n_layers"]))])
         assert file.attrs["model_sha256"] == canonical_sha256(tensors)
 
 
@@ -95,13 +99,16 @@ def test_gguf():
 
 def test_variants():
     """bias, QK-norm and a separate output come through both readers"""
-    for hf, ours, bias, norm in (("Qwen2ForCausalLM", "qwen2", True, False), ("Qwen3ForCausalLM", "qwen3", False, True),
+    for hf, ours, bias, norm in (("Qwen2ForCausalLM", "qwen2", True, False),
+                                 ("Qwen3ForCausalLM", "qwen3", False, True),
                                  ("LlamaForCausalLM", "llama", True, False)):
         tensors = checkpoint(bias=bias, qk_norm=norm, untied=True)
-        for out in (converted(folder(tensors, config(hf, tie_word_embeddings=False))), converted(gguf_file(tensors, architecture=ours))):
+        for out in (converted(folder(tensors, config(hf, tie_word_embeddings=False))),
+                    converted(gguf_file(tensors, architecture=ours))):
             assert_holds(out, tensors)
             with h5py.File(out) as file:
-                assert [file.attrs[k] for k in ("tied_output", "attention_bias", "qk_norm")] == [0, int(bias), int(norm)]
+                assert [file.attrs[k] for k in ("tied_output", "attention_bias",
+                                                "qk_norm")] == [0, int(bias), int(norm)]
 
 
 def test_attributes():
@@ -109,11 +116,13 @@ def test_attributes():
     paths = converted(folder(), "--name", "N", "--license", "L"), converted(gguf_file())
     for path, name, licence in zip(paths, ("N", "tiny"), ("L", "mit")):
         with h5py.File(path) as file:
-            want = dict(schema="model", architecture="llama", n_layers=2, hidden_size=32, intermediate_size=48, vocab_size=40,
+            want = dict(schema="model", architecture="llama", n_layers=2, hidden_size=32,
+                        intermediate_size=48, vocab_size=40,
                         rms_norm_eps=1e-5, tied_output=1, attention_bias=0, qk_norm=0, bos_token_id=1, eos_token_id=2,
                         model_name=name, license=licence)
             assert {k: file.attrs[k] for k in want} == want
-            layer = dict(n_q_heads=4, n_kv_heads=2, key_head_dim=8, value_head_dim=8, rope_dims=8, rope_pairing="half",
+            layer = dict(n_q_heads=4, n_kv_heads=2, key_head_dim=8, value_head_dim=8, rope_dims=8,
+                         rope_pairing="half",
                          logit_scale=1 / math.sqrt(8), rope_attention_factor=1.0)
             assert dict(file["layers/001"].attrs) == layer
         done = subprocess.run([LOWKEY, "check", path], capture_output=True, text=True)
@@ -156,19 +165,25 @@ def test_rope():
     cases = [
         ({}, plain, 1),
         (dict(rope_type="linear", factor=4.0), [f / 4 for f in plain], 1),
-        (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=trained),
+        (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=trained),
          [llama3(f) for f in plain], 1),
-        (dict(type="yarn", factor=4.0, original_max_position_embeddings=trained), [yarn(i) for i in range(dim // 2)], 0.1 * math.log(4) + 1),
-        (dict(type="yarn", factor=4.0, original_max_position_embeddings=trained, attention_factor=1.5), [yarn(i) for i in range(dim // 2)], 1.5),
+        (dict(type="yarn", factor=4.0, original_max_position_embeddings=trained),
+         [yarn(i) for i in range(dim // 2)], 0.1 * math.log(4) + 1),
+        (dict(type="yarn", factor=4.0, original_max_position_embeddings=trained, attention_factor=1.5),
+         [yarn(i) for i in range(dim // 2)], 1.5),
     ]
     assert len({llama3(f) / f for f in plain}) == 3, "all three branches are in the case"
     for scaling, want, factor in cases:
+        in_parameters = dict(scaling or dict(rope_type="default"), rope_theta=theta)
         for settings in (config(rope_theta=theta, rope_scaling=scaling or None),
-                         config(rope_theta=..., rope_parameters=dict(scaling, rope_theta=theta, **({} if scaling else dict(rope_type="default"))))):
+                         config(rope_theta=..., rope_parameters=in_parameters)):
             found, attention_factor = frequencies(converted(folder(settings=settings)))
             assert np.allclose(found, want, rtol=1e-14) and abs(attention_factor - factor) < 1e-14, (scaling, found, want)
     base = {"ARCH.rope.freq_base": theta, "ARCH.rope.scaling.factor": 4.0}
-    for kind, extra, want, factor in (("linear", {}, cases[1][1], 1), ("yarn", {"ARCH.rope.scaling.original_context_length": trained}, *cases[3][1:])):
+    for kind, extra, want, factor in (("linear", {}, cases[1][1], 1),
+                                      ("yarn", {"ARCH.rope.scaling.original_context_length": trained},
+                                       *cases[3][1:])):
         found, attention_factor = frequencies(converted(gguf_file(extra={**base, "ARCH.rope.scaling.type": kind, **extra})))
         assert np.allclose(found, want, rtol=1e-7) and abs(attention_factor - factor) < 1e-7, kind
     divisors = np.array([f / llama3(f) for f in plain], np.float32)
@@ -184,7 +199,8 @@ def test_refusals_of_folders():
             (config(architectures=None), "architecture 'none named'"), (config(hidden_act="gelu"), "hidden_act 'gelu' is not silu"),
             (config("MistralForCausalLM", sliding_window=4096), "sliding_window 4096"),
             (config("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=True), "sliding_window 64"),
-            (config(quantization_config={}), "quantized"), (config(hidden_size="32"), "hidden_size must be a number, found '32'"),
+            (config(quantization_config={}),
+             "quantized"), (config(hidden_size="32"), "hidden_size must be a number, found '32'"),
             (config(num_attention_heads=3), "3 query heads are not a multiple of 2 KV heads"),
             (config(head_dim=12), "key_head_dim must be a multiple of 8 up to 256, found 12"),
             (config(head_dim=16), "expected shape [64, 32], found [32, 32]"),
@@ -196,7 +212,8 @@ def test_refusals_of_folders():
     nan = checkpoint()
     nan["/layers/001/query_proj"][3, 4] = np.nan
     refused(folder(nan), f"tensor {q}: holds values that are not finite")
-    refused(folder({**checkpoint(), "model.layers.0.self_attn.o_proj.bias": np.zeros(32)}), "o_proj.bias has no place")
+    refused(folder({**checkpoint(), "model.layers.0.self_attn.o_proj.bias": np.zeros(32)}),
+            "o_proj.bias has no place")
     refused(folder({**checkpoint(), "lm_head.weight": np.ones((40, 32))}), "lm_head.weight differs")
     refused(folder(dtype="int8"), "type I8 is not one of F64, F32, F16, BF16")
     refused(folder({**checkpoint(), q: np.ones((32, 31))}), "expected shape [32, 32], found [32, 31]")
@@ -217,12 +234,14 @@ def test_refusals_of_gguf():
             (dict(architecture="gemma"), "architecture 'gemma' is not one of llama, qwen2, qwen3"),
             (dict(extra={"ARCH.expert_count": 8}), "llama.expert_count = 8"),
             (dict(extra={"ARCH.attention.sliding_window": 8}), "llama.attention.sliding_window = 8"),
-            (dict(extra={"ARCH.rope.dimension_count": 4}), "partial RoPE"), (dict(extra={"split.count": 2}), "one of 2 parts"),
+            (dict(extra={"ARCH.rope.dimension_count": 4}),
+             "partial RoPE"), (dict(extra={"split.count": 2}), "one of 2 parts"),
             (dict(extra={"ARCH.rope.scaling.type": "longrope"}), "RoPE scaling 'longrope'"),
             (dict(change={"blk.1.attn_q.weight": None}), "has no tensor blk.1.attn_q.weight"),
             (dict(change={"token_embd.weight": None}), "has no tensor token_embd.weight"),
-            (dict(change={"blk.0.attn_output.bias": np.ones(32, np.float32)}), "blk.0.attn_output.bias has no place"),
-            (dict(change={"rope_freqs.weight": np.zeros(4, np.float32)}), "expected 4 positive divisors")):
+            (dict(change={"blk.0.attn_output.bias": np.ones(32, np.float32)}),
+             "blk.0.attn_output.bias has no place"),
+            (dict(change={"rope_freqs.weight": np.zeros(4, np.float32)}), "expected 4 divisors above 0, 4 found")):
         refused(gguf_file(**how), words)
     whole = gguf_file()
     size = os.path.getsize(whole)
@@ -252,7 +271,8 @@ def test_blocks():
             assert np.array_equal(file["token_embedding"][row], q8_0(raw["token_embd.weight"][row]))
         for head, i, half in ((0, 0, 0), (0, 1, 0), (3, 5, 1), (8, 31, 1)):
             here, there = head * 64 + i + 32 * half, head * 64 + 2 * i + half
-            assert np.array_equal(file["layers/007/query_proj"][here], q4_1(raw["blk.7.attn_q.weight"][there])), (head, i, half)
+            assert np.array_equal(file["layers/007/query_proj"][here],
+                                  q4_1(raw["blk.7.attn_q.weight"][there])), (head, i, half)
         assert np.array_equal(file["layers/029/value_proj"][5], q4_1(raw["blk.29.attn_v.weight"][5]))
 
 
@@ -268,7 +288,8 @@ def test_interrupted():
     shutil.copy(converted(folder()), out)
     with open(out, "rb") as file:
         before = file.read()
-    running = subprocess.Popen([sys.executable, f"{ROOT}/experiments/convert_model.py", GGUF, out], stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen([sys.executable, f"{ROOT}/experiments/convert_model.py", GGUF, out],
+                               stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not glob.glob(f"{out}.*") and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -283,7 +304,8 @@ def test_interrupted():
 def test_usage():
     """wrong usage exits with 2"""
     for arguments in ([], ["a"], ["a", "b", "c"], ["a", "b", "--no"]):
-        done = subprocess.run([sys.executable, f"{ROOT}/experiments/convert_model.py", *arguments], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, f"{ROOT}/experiments/convert_model.py", *arguments],
+                              capture_output=True, text=True)
         assert done.returncode == 2 and "usage:" in done.stderr
 
 

@@ -15,7 +15,8 @@ MODEL, TOKENS = f"{ROOT}/build/model/smollm2-135m.model.h5", f"{ROOT}/build/mode
 
 
 def evaluate(*options, model=MODEL, tokens=TOKENS):
-    return subprocess.run([LOWKEY, "eval", "--model", model, "--tokens", tokens, *options], capture_output=True, text=True)
+    return subprocess.run([LOWKEY, "eval", "--model", model, "--tokens", tokens, *options],
+                          capture_output=True, text=True)
 
 
 def test_known_perplexities():
@@ -26,7 +27,8 @@ def test_known_perplexities():
     for window, want in zip(found["windows"], (15.1021, 18.9774, 22.8986, 24.3393), strict=True):
         assert abs(window["running_perplexity"] - want) <= 1e-3, (window, want)
     with h5py.File(MODEL) as model, h5py.File(TOKENS) as tokens:
-        want = dict(model_sha256=model.attrs["model_sha256"], text_sha256=tokens.attrs["text_sha256"], window=2048, n_predicted=4 * 2047)
+        want = dict(model_sha256=model.attrs["model_sha256"], text_sha256=tokens.attrs["text_sha256"],
+                    window=2048, n_predicted=4 * 2047)
     assert {k: found[k] for k in want} == want and found["perplexity"] == found["windows"][3]["running_perplexity"]
 
 
@@ -38,7 +40,8 @@ def test_f64():
     with h5py.File(TOKENS) as file:
         windows = file["tokens"][:384].reshape(2, 192)
     losses = [nll(model, forward(model, ids)[0], ids) for ids in windows]
-    want = [[np.exp(losses[0] / 191), np.exp(losses[0] / 191)], [np.exp(losses[1] / 191), np.exp(sum(losses) / 382)]]
+    want = [[np.exp(losses[0] / 191), np.exp(losses[0] / 191)],
+            [np.exp(losses[1] / 191), np.exp(sum(losses) / 382)]]
     found = [[float(word) for word in line.split()[1:]] for line in done.stdout.splitlines()[1:]]
     assert np.allclose(found, want, rtol=2e-6, atol=1e-4), (found, want)
 
@@ -49,7 +52,8 @@ def test_refusals():
             (2, "--window takes", ["--window", "1"], {}), (2, "--windows takes", ["--windows", "0"], {}),
             (2, "'x' is not expected", ["x"], {}), (2, "unrecognized option", ["--what"], {}),
             (1, "has 148 windows of 2048 tokens, 149 wanted", ["--windows", "149"], {}),
-            (1, "has 0 windows", ["--window", "400000"], {}), (1, "expected tokens, found model", [], dict(tokens=MODEL)),
+            (1, "has 0 windows", ["--window", "400000"],
+             {}), (1, "expected tokens, found model", [], dict(tokens=MODEL)),
             (1, "No such file", [], dict(model="/none/model.h5"))):
         done = evaluate(*options, **how)
         assert done.returncode == status and words in done.stderr and not done.stdout, (words, done)

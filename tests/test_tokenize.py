@@ -48,13 +48,15 @@ def byte_of():
 
 def test_known_counts():
     """the texts give the known counts and first ids, and hold identity and offsets"""
-    for split, count, first in (("test", 303415, [3717, 446, 6356, 389, 9226, 352, 446, 3717, 3717, 6356]), ("valid", 266981, None)):
+    for split, count, first in (("test", 303415, [3717, 446, 6356, 389, 9226, 352, 446, 3717, 3717, 6356]),
+                                ("valid", 266981, None)):
         with h5py.File(f"{ROOT}/build/model/wiki.{split}.tokens.h5") as file, open(f"{TEXTS}/wiki.{split}.raw", "rb") as text:
             assert len(file["tokens"]) == count
             assert first is None or file["tokens"][:10].tolist() == first
             assert file["sequence_offsets"][...].tolist() == [0, count]
             assert file.attrs["text_sha256"] == hashlib.sha256(text.read()).hexdigest()
-            want = dict(schema="tokens", vocab_size=49152, add_bos=0, text_name=f"wiki.{split}.raw", tokenizer="SmolLM2-135M-Instruct")
+            want = dict(schema="tokens", vocab_size=49152, add_bos=0, text_name=f"wiki.{split}.raw",
+                        tokenizer="SmolLM2-135M-Instruct")
             assert {k: file.attrs[k] for k in want} == want
 
 
@@ -76,7 +78,8 @@ def test_digits_and_specials():
 
 def test_tokenizer_json():
     """a tokenizer.json, by itself or in a folder, gives the same ids, and the same file twice is the same bytes"""
-    text = open(f"{TEXTS}/wiki.valid.raw", encoding="utf-8").read()[:20000] + "\r\n \t\u00e9\u4e16\u754c 12.5e3 don't"
+    text = open(f"{TEXTS}/wiki.valid.raw",
+                encoding="utf-8").read()[:20000] + "\r\n \t\u00e9\u4e16\u754c 12.5e3 don't"
     tokenizer, _, _ = tokenize_text.tokenizer_from_gguf(GGUF)
     os.makedirs(f"{WORK}/hf", exist_ok=True)
     path = write("hf/tokenizer.json", tokenizer.to_str())
@@ -93,12 +96,16 @@ def test_tokenizer_json():
 def test_pre_tokenizers():
     """the pre-tokenizers that GGUF names cut words, digits and line ends as their models do"""
     def cut(name, text):
-        return [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece, _ in tokenize_text.pre_tokenizer(name).pre_tokenize_str(text)]
+        return [piece.replace("\u0120", " ").replace("\u010a", "\n")
+                for piece, _ in tokenize_text.pre_tokenizer(name).pre_tokenize_str(text)]
     text = "They'LL see 12345 x+=1;\n\n ok"
     assert cut("gpt-2", text) == ["They", "'", "LL", " see", " 12345", " x", "+=", "1", ";", "\n\n", " ok"]
-    assert cut("smollm", text) == ["They", "'", "LL", " see", " ", "1", "2", "3", "4", "5", " x", "+=", "1", ";", "\n\n", " ok"]
-    assert cut("llama-bpe", text) == ["They", "'LL", " see", " ", "123", "45", " x", "+=", "1", ";\n\n", " ok"]
-    assert cut("qwen2", text) == ["They", "'LL", " see", " ", "1", "2", "3", "4", "5", " x", "+=", "1", ";\n\n", " ok"]
+    assert cut("smollm", text) == ["They", "'", "LL", " see", " ", "1", "2", "3", "4", "5", " x", "+=", "1",
+                                   ";", "\n\n", " ok"]
+    assert cut("llama-bpe", text) == ["They", "'LL", " see", " ", "123", "45", " x", "+=", "1", ";\n\n",
+                                      " ok"]
+    assert cut("qwen2", text) == ["They", "'LL", " see", " ", "1", "2", "3", "4", "5", " x", "+=", "1",
+                                  ";\n\n", " ok"]
     assert tokenize_text.pre_tokenizer("other") is None
 
 
@@ -136,7 +143,8 @@ def test_refusals():
         status, errors = call(tokenize_text, tokenizer(), text, out, *options)
         assert status == 1 and words in errors and len(errors.splitlines()) == 1, (words, errors)
         assert not [name for name in os.listdir(WORK) if name.startswith("refused")]
-    done = subprocess.run([sys.executable, f"{ROOT}/experiments/tokenize_text.py", GGUF, good], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, f"{ROOT}/experiments/tokenize_text.py", GGUF, good],
+                          capture_output=True, text=True)
     assert done.returncode == 2 and "usage:" in done.stderr
 
 
@@ -144,7 +152,8 @@ def test_ids():
     """ids are 32-bit integers in a file that lowkey check finds good"""
     with h5py.File(f"{ROOT}/build/model/wiki.test.tokens.h5") as file:
         assert file["tokens"].dtype == np.int32
-    done = subprocess.run([LOWKEY, "check", f"{ROOT}/build/model/wiki.test.tokens.h5"], capture_output=True, text=True)
+    done = subprocess.run([LOWKEY, "check", f"{ROOT}/build/model/wiki.test.tokens.h5"], capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

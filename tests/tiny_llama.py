@@ -8,28 +8,36 @@ import numpy as np
 
 LAYER_NAMES = [  # model.h5, Hugging Face, GGUF, in the order of model_sha256
     ("attention_norm", "input_layernorm.weight", "attn_norm.weight"),
-    ("query_proj", "self_attn.q_proj.weight", "attn_q.weight"), ("key_proj", "self_attn.k_proj.weight", "attn_k.weight"),
+    ("query_proj", "self_attn.q_proj.weight",
+     "attn_q.weight"), ("key_proj", "self_attn.k_proj.weight", "attn_k.weight"),
     ("value_proj", "self_attn.v_proj.weight", "attn_v.weight"),
-    ("query_bias", "self_attn.q_proj.bias", "attn_q.bias"), ("key_bias", "self_attn.k_proj.bias", "attn_k.bias"),
+    ("query_bias", "self_attn.q_proj.bias",
+     "attn_q.bias"), ("key_bias", "self_attn.k_proj.bias", "attn_k.bias"),
     ("value_bias", "self_attn.v_proj.bias", "attn_v.bias"),
-    ("query_norm", "self_attn.q_norm.weight", "attn_q_norm.weight"), ("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight"),
-    ("output_proj", "self_attn.o_proj.weight", "attn_output.weight"), ("ffn_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
-    ("gate_proj", "mlp.gate_proj.weight", "ffn_gate.weight"), ("up_proj", "mlp.up_proj.weight", "ffn_up.weight"),
+    ("query_norm", "self_attn.q_norm.weight",
+     "attn_q_norm.weight"), ("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight"),
+    ("output_proj", "self_attn.o_proj.weight",
+     "attn_output.weight"), ("ffn_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    ("gate_proj", "mlp.gate_proj.weight",
+     "ffn_gate.weight"), ("up_proj", "mlp.up_proj.weight", "ffn_up.weight"),
     ("down_proj", "mlp.down_proj.weight", "ffn_down.weight"),
 ]
 
 
-def checkpoint(hidden=32, ffn=48, vocab=40, layers=2, q_heads=4, kv_heads=2, dim=8, bias=False, qk_norm=False, untied=False):
+def checkpoint(hidden=32, ffn=48, vocab=40, layers=2, q_heads=4, kv_heads=2, dim=8, bias=False, qk_norm=False,
+               untied=False):
     """model.h5's path -> f32 values, which f16 and bf16 hold exactly; in the order of model_sha256."""
     random = np.random.default_rng(5)
 
     def tensor(*shape):
         return (random.integers(-64, 65, shape) / 64).astype(np.float32)
-    shapes = dict(attention_norm=(hidden,), query_proj=(q_heads * dim, hidden), key_proj=(kv_heads * dim, hidden),
+    shapes = dict(attention_norm=(hidden,), query_proj=(q_heads * dim, hidden),
+                  key_proj=(kv_heads * dim, hidden),
                   value_proj=(kv_heads * dim, hidden), query_bias=(q_heads * dim,), key_bias=(kv_heads * dim,),
                   value_bias=(kv_heads * dim,), query_norm=(dim,), key_norm=(dim,), output_proj=(hidden, q_heads * dim),
                   ffn_norm=(hidden,), gate_proj=(ffn, hidden), up_proj=(ffn, hidden), down_proj=(hidden, ffn))
-    absent = ([] if bias else ["query_bias", "key_bias", "value_bias"]) + ([] if qk_norm else ["query_norm", "key_norm"])
+    absent = ([] if bias else ["query_bias", "key_bias",
+                               "value_bias"]) + ([] if qk_norm else ["query_norm", "key_norm"])
     tensors = {"/token_embedding": tensor(vocab, hidden)}
     for layer in range(layers):
         for name, _, _ in LAYER_NAMES:
@@ -42,7 +50,8 @@ def checkpoint(hidden=32, ffn=48, vocab=40, layers=2, q_heads=4, kv_heads=2, dim
 
 
 def config(architecture="LlamaForCausalLM", **changes):
-    settings = dict(architectures=[architecture], hidden_act="silu", hidden_size=32, intermediate_size=48, vocab_size=40,
+    settings = dict(architectures=[architecture], hidden_act="silu", hidden_size=32, intermediate_size=48,
+                    vocab_size=40,
                     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=10000.0,
                     tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
     settings.update(changes)
@@ -50,7 +59,8 @@ def config(architecture="LlamaForCausalLM", **changes):
 
 
 def folder_name(path):
-    top = {"/token_embedding": "model.embed_tokens.weight", "/final_norm": "model.norm.weight", "/output": "lm_head.weight"}
+    top = {"/token_embedding": "model.embed_tokens.weight", "/final_norm": "model.norm.weight",
+           "/output": "lm_head.weight"}
     if path in top:
         return top[path]
     _, _, layer, name = path.split("/")
@@ -115,7 +125,8 @@ def write_gguf(path, tensors, architecture="llama", extra=None, change=None):
         add(name.replace("ARCH", architecture), value)
     written = {}
     for ours, values in tensors.items():
-        top = {"/token_embedding": "token_embd.weight", "/final_norm": "output_norm.weight", "/output": "output.weight"}
+        top = {"/token_embedding": "token_embd.weight", "/final_norm": "output_norm.weight",
+               "/output": "output.weight"}
         name = top.get(ours)
         if not name:
             _, _, layer, last = ours.split("/")
