@@ -23,14 +23,14 @@ ROOT = os.path.dirname(HERE)
 
 
 def run(command):
-    """Wall seconds and peak resident MiB of a command that must succeed."""
+    """Wall seconds, CPU seconds and peak resident MiB of a command that must succeed."""
     print("  " + shlex.join(command), file=sys.stderr)
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
         sys.exit(f"fit_scale: failed: {shlex.join(command)}")
-    return time.monotonic() - start, usage.ru_maxrss / 1024
+    return time.monotonic() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def digest(path):
@@ -87,12 +87,12 @@ def main():
     rows = []
 
     def record(what, command, out):
-        seconds, peak = run(command)
+        seconds, cpu, peak = run(command)
         size = os.path.getsize(out)
-        rows.append({"what": what, "wall_s": f"{seconds:.2f}", "peak_mib": f"{peak:.0f}", "out_bytes": size,
+        rows.append({"what": what, "wall_s": f"{seconds:.1f}", "cpu_s": f"{cpu:.1f}", "peak_mib": f"{peak:.0f}", "out_bytes": size,
                      "sha256": digest(out) if size < 1 << 30 else "", "cores": os.cpu_count(), "commit": commit,
                      "command": shlex.join(command).replace(ROOT + "/", "")})
-        print(f"{what:34} {seconds:8.2f} s {peak:7.0f} MiB peak  {size:12,d} bytes out", flush=True)
+        print(f"{what:34} {seconds:7.1f} s {cpu:7.1f} s CPU {peak:7.0f} MiB peak  {size:12,d} bytes out", flush=True)
         return rows[-1]["sha256"]
 
     def fit(what, bits, threads, name, sources, with_options=fit_options):
