@@ -368,8 +368,8 @@ lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int 
     const lowkey_layer_desc *desc = &captures->info->layers[layer];
     /* a job's bytes a token */
     const int64_t row = 4 * (5 * desc->key_head_dim + 2 * desc->value_head_dim + 2 * BATCH + 4);
-    const int n_jobs = captures->n_samples * desc->n_kv_heads,
-              most = n_threads * 2 < MOST ? n_threads * 2 : MOST;
+    const int64_t n_jobs = (int64_t)captures->n_samples * desc->n_kv_heads;
+    const int most = n_threads * 2 < MOST ? n_threads * 2 : MOST;
     struct job jobs[MOST];
     lowkey_status status = LOWKEY_OK;
     for (int s = 0; s < captures->n_samples; s++)
@@ -382,10 +382,10 @@ lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int 
         memset(out->moments, 0,
                (size_t)desc->n_kv_heads * (size_t)desc->key_head_dim * (size_t)desc->key_head_dim *
                    sizeof *out->moments);
-    for (int done = 0; done < n_jobs && status == LOWKEY_OK;) {
+    for (int64_t done = 0; done < n_jobs && status == LOWKEY_OK;) {
         int n = 0;
         for (int64_t bytes = 0; n < most && done + n < n_jobs && status == LOWKEY_OK; n++) {
-            const int sample = (done + n) / desc->n_kv_heads, head = (done + n) % desc->n_kv_heads;
+            const int sample = (int)((done + n) / desc->n_kv_heads), head = (int)((done + n) % desc->n_kv_heads);
             bytes += row * captures->samples[sample].n_tokens;
             if (n > 0 && bytes > bytes_at_once) break;
             jobs[n] = (struct job) {

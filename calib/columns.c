@@ -152,11 +152,6 @@ static lowkey_status run_pass(struct pass *pass, lowkey_error *err)
 
 lowkey_status lowkey_columns_fit(struct lowkey_side_fit *fit, lowkey_error *err)
 {
-    const int64_t most = INT64_C(1) << 26;
-    if (fit->captures->n_tokens > most)
-        return lowkey_fail(err, LOWKEY_EUNSUPPORTED,
-                           "%lld tokens: at most %lld fit into memory, channel by channel",
-                           (long long)fit->captures->n_tokens, (long long)most);
     uint8_t *is_dead = calloc(fit->n_channels, 1);
     if (!is_dead) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu channels", fit->n_channels);
     lowkey_status status = LOWKEY_OK;

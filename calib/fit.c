@@ -39,6 +39,15 @@ static int has(const lowkey_captures *captures, enum lowkey_stream stream)
     return (int)(captures->contents >> stream & 1);
 }
 
+/* A channel's values are in memory together, and the scales of all tokens. */
+static lowkey_status check_size(const lowkey_captures *captures, const char *path, lowkey_error *err)
+{
+    const int64_t most = INT64_C(1) << 26;
+    if (captures->n_tokens <= most) return LOWKEY_OK;
+    return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "%s%s: expected at most %lld tokens, found %lld", path,
+                       captures->n_files > 1 ? " and others" : "", (long long)most, (long long)captures->n_tokens);
+}
+
 /* Feedback takes its matrix from gradients, or for keys from queries. */
 static lowkey_status check_feedback(const lowkey_captures *captures, const struct lowkey_fit_options *options,
                                     lowkey_error *err)
@@ -216,11 +225,11 @@ static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_o
     const lowkey_captures *captures = result->captures;
     const int n_layers = captures->info->n_layers;
     lowkey_layer_desc *layers;
-    LOWKEY_TRY(lowkey_pool_take(&result->pool, (size_t)n_layers, sizeof *layers, (void **)&layers, err));
+    LOWKEY_TRY(lowkey_pool_take(&result->pool, (size_t)n_layers, sizeof *layers, &layers, err));
     LOWKEY_TRY(lowkey_pool_take(&result->pool, (size_t)n_layers, sizeof *result->record.reports,
-                                (void **)&result->record.reports, err));
+                                &result->record.reports, err));
     LOWKEY_TRY(lowkey_pool_take(&result->pool, (size_t)n_layers, sizeof *result->public.notes,
-                                (void **)&result->public.notes, err));
+                                &result->public.notes, err));
     struct lowkey_progress progress;
     double work_done = 0;
     lowkey_progress_start(&progress, "fit",
@@ -268,7 +277,7 @@ static lowkey_status fill_record(struct result *result, const struct lowkey_fit_
     const lowkey_captures *captures = result->captures;
     unsigned char(*sha256)[32];
     LOWKEY_TRY(
-        lowkey_pool_take(&result->pool, (size_t)captures->n_samples, sizeof *sha256, (void **)&sha256, err));
+        lowkey_pool_take(&result->pool, (size_t)captures->n_samples, sizeof *sha256, &sha256, err));
     for (int s = 0; s < captures->n_samples; s++) memcpy(sha256[s], captures->samples[s].sha256, 32);
     struct lowkey_fit_record *record = &result->record;
     record->n_model_layers = captures->info->n_model_layers;
@@ -309,6 +318,7 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
     lowkey_status status = lowkey_captures_open(n_paths, paths, options->first_sample, options->end_sample,
                                                 options->n_sinks, &result->captures, err);
     if (status == LOWKEY_OK) status = check_output(n_paths, paths, out, err);
+    if (status == LOWKEY_OK) status = check_size(result->captures, paths[0], err);
     if (status == LOWKEY_OK)
         status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents,
                                            result->captures->some_contents, &sensitivity, err);

@@ -72,7 +72,7 @@ struct lowkey_fit_result {
 };
 
 /* The quantizer file's bytes depend on the samples and the options alone: not on threads, files, or the
- * order of either. At most 1 GiB of memory whatever the files' size (to 50 million tokens). result may be
+ * order of either. At most 1 GiB of memory, and at most 2^26 tokens (more are refused). result may be
  * NULL. */
 lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
                          const struct lowkey_fit_options *options, struct lowkey_fit_result **result,

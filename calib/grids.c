@@ -42,13 +42,13 @@ static lowkey_status find(struct lowkey_side_fit *fit, struct lowkey_grids *grid
                          (size_t)(fit->which ? geometry->key_head_dim : geometry->value_head_dim);
     uint8_t *bits, *other_bits;
     float *table, *boundary, *lower, *upper, *zeros;
-    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, (void **)&bits, err));
-    LOWKEY_TRY(lowkey_pool_take(pool, 2 * fit->n_channels, sizeof(float), (void **)&table, err));
-    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof(float), (void **)&boundary, err));
-    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof(float), (void **)&lower, err));
-    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof(float), (void **)&upper, err));
-    LOWKEY_TRY(lowkey_pool_take(pool, other, 1, (void **)&other_bits, err));
-    LOWKEY_TRY(lowkey_pool_take(pool, other, sizeof(float), (void **)&zeros, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, &bits, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, 2 * fit->n_channels, sizeof(float), &table, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof(float), &boundary, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof(float), &lower, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof(float), &upper, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, other, 1, &other_bits, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, other, sizeof(float), &zeros, err));
     for (size_t c = 0; c < fit->n_channels; c++) {
         bits[c] = fit->bits[c] <= 5 ? 1 : fit->bits[c];
         table[2 * c] = lower[c] = -1;

@@ -19,15 +19,6 @@ lowkey_status lowkey_side_fit_passed(struct lowkey_side_fit *fit, double n_token
     return lowkey_interrupted() ? lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted") : LOWKEY_OK;
 }
 
-static lowkey_status take(struct lowkey_pool *pool, size_t count, size_t bytes_each, void *out,
-                          lowkey_error *err)
-{
-    void *block;
-    LOWKEY_TRY(lowkey_pool_take(pool, count, bytes_each, &block, err));
-    memcpy(out, &block, sizeof block);
-    return LOWKEY_OK;
-}
-
 static lowkey_status take_arrays(struct lowkey_side_fit *fit, struct lowkey_pool *pool, lowkey_error *err)
 {
     const size_t C = fit->n_channels, E = (size_t)fit->n_table, D = (size_t)fit->head_dim;
@@ -56,13 +47,13 @@ static lowkey_status take_arrays(struct lowkey_side_fit *fit, struct lowkey_pool
         { &report->gain, C, sizeof(float) },
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++)
-        LOWKEY_TRY(take(pool, arrays[i].count, arrays[i].bytes_each, arrays[i].out, err));
+        LOWKEY_TRY(lowkey_pool_take(pool, arrays[i].count, arrays[i].bytes_each, arrays[i].out, err));
     if (E) {
-        LOWKEY_TRY(take(pool, C * E, sizeof(float), &fit->table, err));
-        LOWKEY_TRY(take(pool, C * (E - 1), sizeof(float), &fit->boundary, err));
-        LOWKEY_TRY(take(pool, C * E, sizeof(uint64_t), &report->histogram, err));
+        LOWKEY_TRY(lowkey_pool_take(pool, C * E, sizeof(float), &fit->table, err));
+        LOWKEY_TRY(lowkey_pool_take(pool, C * (E - 1), sizeof(float), &fit->boundary, err));
+        LOWKEY_TRY(lowkey_pool_take(pool, C * E, sizeof(uint64_t), &report->histogram, err));
     }
-    if (fit->side->feedback) LOWKEY_TRY(take(pool, C * D, sizeof(float), &fit->factor, err));
+    if (fit->side->feedback) LOWKEY_TRY(lowkey_pool_take(pool, C * D, sizeof(float), &fit->factor, err));
     return LOWKEY_OK;
 }
 
@@ -130,8 +121,8 @@ lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_po
     fit->n_heads = geometry->n_kv_heads;
     fit->head_dim = fit->which ? geometry->value_head_dim : geometry->key_head_dim;
     fit->n_channels = (size_t)fit->n_heads * (size_t)fit->head_dim;
-    LOWKEY_TRY(take(pool, fit->n_channels, 1, &fit->bits, err));
-    LOWKEY_TRY(take(pool, fit->n_channels, sizeof *fit->order, &fit->order, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, &fit->bits, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof *fit->order, &fit->order, err));
     lay_widths(fit, geometry);
     for (size_t c = 0; c < fit->n_channels; c++) {
         if (fit->bits[c] <= 5 && fit->bits[c] > widest) widest = fit->bits[c];
@@ -297,10 +288,10 @@ lowkey_status lowkey_side_fit_pack(struct lowkey_side_fit *fit, const struct low
     *moments = (struct lowkey_moments) { .n_channels = (int)C,
                                          .n_table = fit->n_table,
                                          .shapes = fit->shapes };
-    LOWKEY_TRY(take(pool, C, sizeof(double), &moments->shift, err));
-    LOWKEY_TRY(take(pool, C, sizeof(double), &moments->shift_x, err));
-    LOWKEY_TRY(take(pool, C, sizeof *moments->channel, &moments->channel, err));
-    LOWKEY_TRY(take(pool, C * E + 1, sizeof(uint64_t), &moments->histogram, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, C, sizeof(double), &moments->shift, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, C, sizeof(double), &moments->shift_x, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, C, sizeof *moments->channel, &moments->channel, err));
+    LOWKEY_TRY(lowkey_pool_take(pool, C * E + 1, sizeof(uint64_t), &moments->histogram, err));
     for (size_t c = 0; c < C; c++) {
         moments->shift[c] = 0.5 * (double)fit->lower[c] + 0.5 * (double)fit->upper[c];
         moments->shift_x[c] = 0.5 * fit->low[c] + 0.5 * fit->high[c];

@@ -2,6 +2,7 @@
 #include "formats/pool.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "runtime/error.h"
 
@@ -23,15 +24,16 @@ lowkey_status lowkey_pool_own(struct lowkey_pool *pool, void *block, lowkey_erro
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_pool_take(struct lowkey_pool *pool, size_t count, size_t bytes_each, void **out,
+lowkey_status lowkey_pool_take(struct lowkey_pool *pool, size_t count, size_t bytes_each, void *out,
                                lowkey_error *err)
 {
     void *block = calloc(count ? count : 1, bytes_each ? bytes_each : 1);
-    *out = NULL;
-    if (!block) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu * %zu bytes", count, bytes_each);
-    LOWKEY_TRY(lowkey_pool_own(pool, block, err));
-    *out = block;
-    return LOWKEY_OK;
+    lowkey_status status = LOWKEY_OK;
+    if (!block) status = lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %zu * %zu bytes", count, bytes_each);
+    if (status == LOWKEY_OK) status = lowkey_pool_own(pool, block, err);
+    if (status != LOWKEY_OK) block = NULL; /* freed by the pool */
+    memcpy(out, &block, sizeof block); /* *out is no void *, and may not be written as one */
+    return status;
 }
 
 void lowkey_pool_free(struct lowkey_pool *pool)
