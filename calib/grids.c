@@ -27,10 +27,9 @@ static void note_page(void *user, void *sums, const struct lowkey_packed_page *p
         if (grids->n_outliers == 0) continue;
         memset(outliers, 0xff, (size_t)grids->n_outliers * sizeof *outliers);
         const int first = lowkey_first_outlier(side, page->side_page, slot, page->first_live_slot);
-        const int end = lowkey_get_u16(page->side_page + side->layout.end_offset + 2 * slot);
+        const int end = lowkey_end_outlier(side, page->side_page, slot);
         for (int e = first; e < end; e++)
-            outliers[e - first] = lowkey_get_u16(page->side_page + side->layout.outlier_offset +
-                                                 4 * (size_t)e);
+            outliers[e - first] = lowkey_get_outlier(side, page->side_page, e).channel;
     }
 }
 

@@ -87,10 +87,9 @@ static void mark_outliers(const struct lowkey_packed_page *page, size_t C, uint8
     for (int t = 0; t < page->n_tokens; t++) {
         const int slot = page->first_slot + t;
         const int first = lowkey_first_outlier(side, page->side_page, slot, page->first_live_slot);
-        const int end = lowkey_get_u16(page->side_page + side->layout.end_offset + 2 * slot);
+        const int end = lowkey_end_outlier(side, page->side_page, slot);
         for (int e = first; e < end; e++)
-            is_outlier[(size_t)t * C +
-                       lowkey_get_u16(page->side_page + side->layout.outlier_offset + 4 * (size_t)e)] = 1;
+            is_outlier[(size_t)t * C + lowkey_get_outlier(side, page->side_page, e).channel] = 1;
     }
 }
 
@@ -113,7 +112,7 @@ static void visit(void *user, void *sums, const struct lowkey_packed_page *page)
     struct lowkey_channel_moments *channel = sums;
     uint64_t *histogram = (uint64_t *)((char *)sums + channels_bytes(moments));
     float *value = (float *)((char *)histogram + histogram_bytes(moments));
-    uint8_t *is_outlier = (uint8_t *)(value + (size_t)64 * (size_t)side->head_dim);
+    uint8_t *is_outlier = (uint8_t *)(value + (size_t)LOWKEY_PAGE_SLOTS * (size_t)side->head_dim);
     mark_outliers(page, C, is_outlier);
     for (int h = 0; h < side->n_heads; h++) {
         const struct lowkey_unpack_args args = { .side = side,
@@ -160,7 +159,7 @@ lowkey_status lowkey_moments_run(const struct lowkey_pack_pass *pass, struct low
     mine.fold = fold;
     mine.user = moments;
     mine.sums_bytes = channels_bytes(moments) + histogram_bytes(moments) +
-                      64 * ((size_t)pass->side->head_dim * sizeof(float) + (size_t)moments->n_channels);
+                      LOWKEY_PAGE_SLOTS * ((size_t)pass->side->head_dim * sizeof(float) + (size_t)moments->n_channels);
     return lowkey_pack_pass(&mine, &moments->counts, err);
 }
 

@@ -24,8 +24,8 @@ struct run {
  * on files. */
 static int64_t run_tokens(const struct lowkey_side *side)
 {
-    const int64_t fit = (INT64_C(8) << 20) / ((int64_t)side->n_heads * side->head_dim) / 64 * 64;
-    return fit < 64 ? 64 : fit > 1024 ? 1024 : fit;
+    const int64_t page = LOWKEY_PAGE_SLOTS, fit = (INT64_C(8) << 20) / ((int64_t)side->n_heads * side->head_dim) / page * page;
+    return fit < page ? page : fit > 1024 ? 1024 : fit;
 }
 
 static size_t pages_bytes(const struct lowkey_side *side)
@@ -58,7 +58,8 @@ static void pack_run(void *arg, int i)
     memset(run->memory, 0, memory_bytes(side));
     for (int64_t done = 0; done < run->n_tokens;) {
         const int64_t position = run->first + done, left = run->n_tokens - done;
-        const int slot = (int)(position % 64), n = left < 64 - slot ? (int)left : 64 - slot;
+        const int slot = (int)(position % LOWKEY_PAGE_SLOTS), room = LOWKEY_PAGE_SLOTS - slot;
+        const int n = left < room ? (int)left : room;
         const int first_live = position - slot < sample->n_sinks ? (int)(sample->n_sinks - (position - slot))
                                                                  : 0;
         const struct lowkey_pack_args args = {

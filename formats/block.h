@@ -20,7 +20,6 @@ void *lowkey_block_take(struct lowkey_block *block, size_t count, size_t bytes_e
 /* Give a measured block its memory, and start it over for the run that fills. what: begins the message. */
 lowkey_status lowkey_block_allocate(struct lowkey_block *block, const lowkey_allocator *allocator,
                                     const char *what, lowkey_error *err);
-void lowkey_block_free(struct lowkey_block *block,
-                       const lowkey_allocator *allocator); /* one without base is fine */
+void lowkey_block_free(struct lowkey_block *block, const lowkey_allocator *allocator); /* one without base is fine */
 
 #endif

@@ -35,6 +35,10 @@ struct lowkey_layer {                /* what a cache needs of one layer */
     struct lowkey_side side[2];      /* 0 keys, 1 values */
 };
 
+#if !defined(__cplusplus)
+_Static_assert((int)LOWKEY_PAGE_SLOTS == LOWKEY_PAGE_TOKENS, "a page has a slot for each of its tokens");
+#endif
+
 /* The layer of that index in the model, or NULL. */
 const struct lowkey_layer *lowkey_quantizer_layer(const lowkey_quantizer *quantizer, int index);
 /* Layer number i of those described, i < n_layers. */

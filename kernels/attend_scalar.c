@@ -3,6 +3,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "formats/block.h"
 #include "formats/geometry.h"
 #include "kernels/element.h"
 #include "kernels/kernels.h"
@@ -15,25 +16,22 @@ struct scratch {
     float *out; /* [value_head_dim] of one row */
 };
 
-static size_t pad16(size_t n_floats)
+static struct scratch take_scratch(struct lowkey_block *block, int key_head_dim, int value_head_dim)
 {
-    return (n_floats + 15) & ~(size_t)15;
-}
-
-/* Cut base into the arrays of scratch (may be NULL) and return how many floats they take. */
-static size_t cut_scratch(int key_head_dim, int value_head_dim, float *base, struct scratch *scratch)
-{
-    const size_t n_keys = LOWKEY_PAGE_SLOTS * (size_t)key_head_dim,
-                 n_values = LOWKEY_PAGE_SLOTS * (size_t)value_head_dim;
-    const size_t values = 2 * n_keys, scores = values + n_values, out = scores + LOWKEY_PAGE_SLOTS;
-    if (scratch)
-        *scratch = (struct scratch) { base, base + n_keys, base + values, base + scores, base + out };
-    return out + pad16((size_t)value_head_dim);
+    struct scratch scratch;
+    scratch.keys = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)key_head_dim, sizeof *scratch.keys);
+    scratch.turned = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)key_head_dim, sizeof *scratch.turned);
+    scratch.values = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)value_head_dim, sizeof *scratch.values);
+    scratch.scores = lowkey_block_take(block, LOWKEY_PAGE_SLOTS, sizeof *scratch.scores);
+    scratch.out = lowkey_block_take(block, (size_t)value_head_dim, sizeof *scratch.out);
+    return scratch;
 }
 
 size_t lowkey_attend_scratch_bytes(const struct lowkey_side *key, const struct lowkey_side *value)
 {
-    return cut_scratch(key->head_dim, value->head_dim, NULL, NULL) * sizeof(float);
+    struct lowkey_block block = { 0 };
+    take_scratch(&block, key->head_dim, value->head_dim);
+    return block.used;
 }
 
 /* Slots 0..n_slots-1 of keys or values into out[slot][channel]: sinks from their store, the rest from the page. */
@@ -43,11 +41,8 @@ static void load(const struct lowkey_attend_page_args *args, int n_slots, const 
 {
     const int D = side->head_dim, n_sinks = args->n_sink_slots < n_slots ? args->n_sink_slots : n_slots;
     for (int t = 0; t < n_sinks; t++)
-        for (int c = 0; c < D; c++) {
-            const uint16_t code = sinks[t * sink_stride + c];
-            out[t * D + c] = args->sink_rule == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32(code)
-                                                                 : lowkey_f16_to_f32(code);
-        }
+        for (int c = 0; c < D; c++)
+            out[t * D + c] = lowkey_decode_16(args->sink_rule, sinks[t * sink_stride + c]);
     if (n_sinks == n_slots) return;
     lowkey_unpack_scalar(&(struct lowkey_unpack_args) { .side = side,
                                                         .head = args->head,
@@ -114,8 +109,7 @@ static void attend_row(const struct lowkey_attend_page_args *args, const float *
 void lowkey_attend_page_scalar(const struct lowkey_attend_page_args *args)
 {
     const int key_dim = args->key->head_dim, value_dim = args->value->head_dim;
-    struct scratch scratch;
-    cut_scratch(key_dim, value_dim, args->scratch, &scratch);
+    const struct scratch scratch = take_scratch(&(struct lowkey_block) { .base = args->scratch }, key_dim, value_dim);
     int n_slots = 0; /* that any row sees */
     for (int j = 0; j < args->n_rows; j++)
         if (args->n_visible[j] > n_slots) n_slots = args->n_visible[j];

@@ -38,6 +38,17 @@ LOWKEY_INLINE void lowkey_put_u16(uint8_t *at, unsigned value)
     at[1] = (uint8_t)(value >> 8);
 }
 
+/* f16 or bf16 by rule: what sinks and 16-bit channels hold. Beyond the largest number: saturated and counted. */
+LOWKEY_INLINE float lowkey_decode_16(lowkey_rule rule, unsigned code)
+{
+    return rule == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32((uint16_t)code) : lowkey_f16_to_f32((uint16_t)code);
+}
+
+LOWKEY_INLINE uint16_t lowkey_encode_16(lowkey_rule rule, float x, uint64_t *n_saturated)
+{
+    return rule == LOWKEY_RULE_BF16 ? lowkey_f32_to_bf16_saturate(x, n_saturated) : lowkey_f32_to_f16_saturate(x, n_saturated);
+}
+
 /* Number i of a scale or zero section. */
 LOWKEY_INLINE float lowkey_get_scale(const uint8_t *section, lowkey_token_scale type, size_t i)
 {
@@ -81,13 +92,26 @@ LOWKEY_INLINE int lowkey_end_outlier(const struct lowkey_side *side, const uint8
     return lowkey_get_u16(side_page + side->layout.end_offset + 2 * slot);
 }
 
+/* Entry i of a side page. */
+LOWKEY_INLINE struct lowkey_outlier lowkey_get_outlier(const struct lowkey_side *side, const uint8_t *side_page, int i)
+{
+    const uint8_t *at = side_page + side->layout.outlier_offset + (size_t)i * sizeof(struct lowkey_outlier);
+    const struct lowkey_outlier outlier = { lowkey_get_u16(at), lowkey_get_u16(at + 2) };
+    return outlier;
+}
+
+LOWKEY_INLINE void lowkey_put_outlier(const struct lowkey_side *side, uint8_t *side_page, int i, struct lowkey_outlier outlier)
+{
+    uint8_t *at = side_page + side->layout.outlier_offset + (size_t)i * sizeof(struct lowkey_outlier);
+    lowkey_put_u16(at, outlier.channel);
+    lowkey_put_u16(at + 2, outlier.residual);
+}
+
 /* What a code of row r of head h stands for before a token's scale. */
 LOWKEY_INLINE float lowkey_code_value(const struct lowkey_side *side, int h, int r, unsigned code)
 {
     const struct lowkey_row *row = &side->heads[h].rows[r];
-    if (row->bits == 16)
-        return side->rule_16 == LOWKEY_RULE_BF16 ? lowkey_bf16_to_f32((uint16_t)code)
-                                                 : lowkey_f16_to_f32((uint16_t)code);
+    if (row->bits == 16) return lowkey_decode_16(side->rule_16, code);
     if (row->bits != 8) return side->heads[h].table[(size_t)r * (size_t)side->table_entries + code];
     const float x = side->rule_8 == LOWKEY_RULE_INT8   ? (float)(code < 128 ? (int)code : (int)code - 256)
                     : side->rule_8 == LOWKEY_RULE_E4M3 ? lowkey_e4m3_to_f32((uint8_t)code)

@@ -10,8 +10,8 @@
 
 struct lowkey_pack_counts {
     uint64_t outliers; /* entries written */
-    uint64_t
-        clamped; /* outliers by the rule beyond a token's cap or the page's capacity: clamped to the table's ends */
+    /* Outliers by the rule beyond a token's cap or the page's capacity: clamped to the table's ends. */
+    uint64_t clamped;
     uint64_t saturated; /* elements whose residual, rule or scale met the end of its number format */
 };
 
@@ -29,6 +29,7 @@ struct lowkey_pack_args {
     struct lowkey_pack_counts *counts; /* added to */
 };
 typedef void lowkey_pack_fn(const struct lowkey_pack_args *args);
+/* For every variant. */
 size_t lowkey_pack_scratch_bytes(const struct lowkey_side *side);
 
 /* Dequantize slots first_slot..+n_slots of one head's page, residuals added, before RoPE:
@@ -64,17 +65,17 @@ struct lowkey_attend_page_args {
     lowkey_rule sink_rule;
     int rope_dims;
     lowkey_pairing rope_pairing;
-    const float *base_cos,
-        *base_sin; /* [rope_dims/2] of the page's first position; cos and sin carry no factor */
+    const float *base_cos, *base_sin; /* [rope_dims/2] of the page's first position; they carry no factor */
     const float *slot_cos, *slot_sin; /* [64][rope_dims/2] of positions 0..63 */
     int n_rows;
-    const float *
-        q; /* [n_rows][key_head_dim], after RoPE, times logit_scale (rotated channels: * attention_factor^2) */
+    /* [n_rows][key_head_dim], after RoPE, times logit_scale (rotated channels: and attention_factor^2). */
+    const float *q;
     const int *n_visible; /* [n_rows], 0..n_slots; rows may see nothing */
     struct lowkey_state state;
-    float *scratch; /* lowkey_attend_scratch_bytes(key, value) / 4 floats, 64-byte aligned */
+    void *scratch; /* lowkey_attend_scratch_bytes(key, value), 64-byte aligned */
 };
 typedef void lowkey_attend_page_fn(const struct lowkey_attend_page_args *args);
+/* For every variant. */
 size_t lowkey_attend_scratch_bytes(const struct lowkey_side *key, const struct lowkey_side *value);
 
 /* into = merge(into, from), row by row. Associative up to rounding; merging with an empty state changes nothing. */

@@ -6,14 +6,11 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats/block.h"
 #include "kernels/element.h"
 #include "kernels/kernels.h"
 
-enum mark {
-    ORDINARY,
-    UNSTORED,
-    STORED
-}; /* UNSTORED: an outlier by rank without room, outside of the range still */
+enum mark { ORDINARY, UNSTORED, STORED }; /* UNSTORED: an outlier by rank without room, outside of the range still */
 
 struct pick { /* a candidate outlier */
     float key;
@@ -37,33 +34,24 @@ static int max_picks(const struct lowkey_side *side)
     return side->outlier_cap < n_channels ? side->outlier_cap : n_channels;
 }
 
-static size_t pad64(size_t bytes)
-{
-    return (bytes + 63) & ~(size_t)63;
-}
-
-/* Cut base into the arrays of scratch (may be NULL) and return how many bytes they take. */
-static size_t cut_scratch(const struct lowkey_side *side, char *base, struct scratch *scratch)
+static struct scratch take_scratch(struct lowkey_block *block, const struct lowkey_side *side)
 {
     const size_t n_channels = (size_t)side->n_heads * (size_t)side->head_dim;
-    const size_t target = pad64(n_channels * sizeof(float));
-    const size_t picks = target + pad64((size_t)side->head_dim * sizeof(float));
-    const size_t residuals = picks + pad64((size_t)max_picks(side) * sizeof(struct pick));
-    const size_t bits = residuals + pad64(n_channels * sizeof(uint16_t));
-    const size_t marks = bits + pad64(n_channels);
-    if (scratch)
-        *scratch = (struct scratch) { .x = (float *)base,
-                                      .target = (float *)(base + target),
-                                      .picks = (struct pick *)(base + picks),
-                                      .residuals = (uint16_t *)(base + residuals),
-                                      .bits = (uint8_t *)base + bits,
-                                      .marks = (uint8_t *)base + marks };
-    return marks + pad64(n_channels);
+    struct scratch scratch;
+    scratch.x = lowkey_block_take(block, n_channels, sizeof *scratch.x);
+    scratch.target = lowkey_block_take(block, (size_t)side->head_dim, sizeof *scratch.target);
+    scratch.picks = lowkey_block_take(block, (size_t)max_picks(side), sizeof *scratch.picks);
+    scratch.residuals = lowkey_block_take(block, n_channels, sizeof *scratch.residuals);
+    scratch.bits = lowkey_block_take(block, n_channels, sizeof *scratch.bits);
+    scratch.marks = lowkey_block_take(block, n_channels, sizeof *scratch.marks);
+    return scratch;
 }
 
 size_t lowkey_pack_scratch_bytes(const struct lowkey_side *side)
 {
-    return cut_scratch(side, NULL, NULL);
+    struct lowkey_block block = { 0 };
+    take_scratch(&block, side);
+    return block.used;
 }
 
 /* Keep the max greatest keys of those offered, greatest first; an equal key stays behind what came before it, so that
@@ -176,9 +164,7 @@ static unsigned code_of(const struct lowkey_side *side, int h, int r, struct low
                         uint64_t *n_saturated)
 {
     const struct lowkey_row *row = &side->heads[h].rows[r];
-    if (row->bits == 16)
-        return side->rule_16 == LOWKEY_RULE_BF16 ? lowkey_f32_to_bf16_saturate(t, n_saturated)
-                                                 : lowkey_f32_to_f16_saturate(t, n_saturated);
+    if (row->bits == 16) return lowkey_encode_16(side->rule_16, t, n_saturated);
     if (row->bits == 8) {
         const float u = t / side->rule_scale[(size_t)h * (size_t)side->head_dim + row->channel];
         return side->rule_8 == LOWKEY_RULE_INT8   ? int8_code(u, n_saturated)
@@ -242,14 +228,11 @@ static void put_outliers(const struct lowkey_pack_args *args, int slot, int firs
 {
     const struct lowkey_side *side = args->side;
     const int n_channels = side->n_heads * side->head_dim;
-    uint8_t *entries = args->side_page + side->layout.outlier_offset;
     int end = first;
-    for (int g = 0; g < n_channels; g++) {
-        if (scratch->marks[g] != STORED) continue;
-        lowkey_put_u16(entries + 4 * (size_t)end, (unsigned)g);
-        lowkey_put_u16(entries + 4 * (size_t)end + 2, scratch->residuals[g]);
-        end++;
-    }
+    for (int g = 0; g < n_channels; g++)
+        if (scratch->marks[g] == STORED)
+            lowkey_put_outlier(side, args->side_page, end++,
+                               (struct lowkey_outlier) { (uint16_t)g, scratch->residuals[g] });
     lowkey_put_u16(args->side_page + side->layout.end_offset + 2 * slot, (unsigned)end);
     args->counts->outliers += (uint64_t)(end - first);
 }
@@ -258,8 +241,7 @@ void lowkey_pack_scalar(const struct lowkey_pack_args *args)
 {
     const struct lowkey_side *side = args->side;
     const int D = side->head_dim, has_outliers = side->outlier_rule != LOWKEY_OUTLIER_NONE;
-    struct scratch scratch;
-    cut_scratch(side, args->scratch, &scratch);
+    const struct scratch scratch = take_scratch(&(struct lowkey_block) { .base = args->scratch }, side);
     for (int h = 0; h < side->n_heads; h++)
         for (int r = 0; r < D; r++)
             scratch.bits[h * D + side->heads[h].rows[r].channel] = side->heads[h].rows[r].bits;

@@ -18,15 +18,13 @@ static void add_outliers(const struct lowkey_unpack_args *args)
 {
     const struct lowkey_side *side = args->side;
     const int low = args->head * side->head_dim, high = low + side->head_dim;
-    const uint8_t *entries = args->side_page + side->layout.outlier_offset;
     for (int s = 0; s < args->n_slots; s++) {
         const int slot = args->first_slot + s, end = lowkey_end_outlier(side, args->side_page, slot);
         for (int i = lowkey_first_outlier(side, args->side_page, slot, args->first_live_slot); i < end; i++) {
-            const int channel = lowkey_get_u16(entries + 4 * (size_t)i);
-            if (channel < low || channel >= high) continue;
-            float *value = args->out + s * args->out_stride + (channel - low);
-            *value = lowkey_add_residual(*value, lowkey_get_u16(entries + 4 * (size_t)i + 2),
-                                         side->unit[channel]);
+            const struct lowkey_outlier outlier = lowkey_get_outlier(side, args->side_page, i);
+            if (outlier.channel < low || outlier.channel >= high) continue;
+            float *value = args->out + s * args->out_stride + (outlier.channel - low);
+            *value = lowkey_add_residual(*value, outlier.residual, side->unit[outlier.channel]);
         }
     }
 }

@@ -1,8 +1,6 @@
 /* append.c - rows into pages. Everything that can fail is checked first; then pages are packed side by side, since a token's
  * bytes depend on no token but earlier ones of its own page (through the room for outliers). */
-#include <math.h>
-
-#include "formats/half.h"
+#include "kernels/element.h"
 #include "runtime/cache.h"
 #include "runtime/error.h"
 #include "runtime/rows.h"
@@ -32,9 +30,7 @@ static void put_sinks(const struct append *append, const struct piece *piece, in
         for (int h = 0; h < side->n_heads; h++) {
             lowkey_rows_read(&append->rows[which], piece->row + i, h, D, lane->rows);
             for (int c = 0; c < D; c++)
-                sink[h * D + c] = cache->desc->sink_rule == LOWKEY_RULE_BF16
-                                      ? lowkey_f32_to_bf16_saturate(lane->rows[c], &lane->counts.saturated)
-                                      : lowkey_f32_to_f16_saturate(lane->rows[c], &lane->counts.saturated);
+                sink[h * D + c] = lowkey_encode_16(cache->desc->sink_rule, lane->rows[c], &lane->counts.saturated);
         }
     }
 }

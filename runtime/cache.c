@@ -182,7 +182,7 @@ lowkey_status lowkey_cache_plan(const lowkey_quantizer *quantizer, const lowkey_
                               .max_sequences = config.max_sequences };
     const int64_t room = (int64_t)config.n_pages * LOWKEY_PAGE_TOKENS, most = room < INT_MAX ? room : INT_MAX;
     cache->max_tokens = config.max_tokens && config.max_tokens < most ? config.max_tokens : (int)most;
-    cache->max_blocks = (int)(((int64_t)cache->max_tokens + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS);
+    cache->max_blocks = (int)lowkey_pages_of(cache->max_tokens);
     lay_out_fixed(&cache->fixed, cache);
     lay_out_store(&cache->store, cache);
     return LOWKEY_OK;
@@ -263,11 +263,6 @@ static int longest(const lowkey_cache *cache, int sequence)
     return length;
 }
 
-static int blocks_of(int64_t n_tokens)
-{
-    return (int)((n_tokens + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS);
-}
-
 lowkey_status lowkey_cache_reserve(lowkey_cache *cache, int sequence, int n_tokens, lowkey_error *err)
 {
     LOWKEY_TRY(lowkey_cache_check_sequence(cache, sequence, err));
@@ -281,7 +276,7 @@ lowkey_status lowkey_cache_reserve(lowkey_cache *cache, int sequence, int n_toke
                            sequence, length, n_tokens, cache->max_tokens);
     if (wanted <= cache->reserved[sequence]) return LOWKEY_OK;
     int *n_blocks = &cache->n_blocks[sequence];
-    const int n_more = blocks_of(wanted) - *n_blocks;
+    const int n_more = (int)lowkey_pages_of(wanted) - *n_blocks;
     if (n_more > cache->n_free)
         return lowkey_fail(err, LOWKEY_EFULL,
                            "sequence %d: %d more tokens need %d more pages, %d of %d are free", sequence,
@@ -307,7 +302,7 @@ lowkey_status lowkey_cache_trim(lowkey_cache *cache, int sequence, int n_tokens,
     }
     cache->reserved[sequence] = longest(cache, sequence);
     int *n_blocks = &cache->n_blocks[sequence];
-    while (*n_blocks > blocks_of(cache->reserved[sequence])) {
+    while (*n_blocks > lowkey_pages_of(cache->reserved[sequence])) {
         const size_t page = lowkey_cache_block(cache, sequence, --*n_blocks);
         if (--cache->references[page] == 0) cache->free_pages[cache->n_free++] = (int)page;
     }

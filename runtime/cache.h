@@ -74,6 +74,12 @@ static inline int *lowkey_cache_length_at(const lowkey_cache *cache, int sequenc
     return cache->lengths + (size_t)sequence * (size_t)cache->desc->n_layers + layer_number;
 }
 
+/* Pages that so many tokens take. */
+static inline int64_t lowkey_pages_of(int64_t n_tokens)
+{
+    return (n_tokens + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS;
+}
+
 /* Page number of a sequence's page. */
 static inline size_t lowkey_cache_block(const lowkey_cache *cache, int sequence, int page)
 {

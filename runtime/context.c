@@ -50,9 +50,9 @@ lowkey_status lowkey_context_create(const lowkey_context_config *given, lowkey_c
     LOWKEY_TRY(lowkey_allocator_read(&config.allocator, &context.allocator, err));
     context.parallel_for = config.parallel_for;
     context.parallel_user = config.parallel_user;
-    const size_t bytes = (sizeof context + 63) & ~(size_t)63;
-    lowkey_context *made = context.allocator.alloc(context.allocator.user, bytes, 64);
-    if (!made) return lowkey_fail(err, LOWKEY_ENOMEM, "context: no memory for %zu bytes", bytes);
+    lowkey_block_take(&context.block, 1, sizeof context);
+    LOWKEY_TRY(lowkey_block_allocate(&context.block, &context.allocator, "context", err));
+    lowkey_context *made = lowkey_block_take(&context.block, 1, sizeof context);
     *made = context;
     *out = made;
     return LOWKEY_OK;
@@ -62,7 +62,8 @@ void lowkey_context_free(lowkey_context *context)
 {
     if (!context) return;
     const lowkey_allocator allocator = context->allocator;
-    allocator.free(allocator.user, context, (sizeof *context + 63) & ~(size_t)63);
+    struct lowkey_block block = context->block; /* the object is in it */
+    lowkey_block_free(&block, &allocator);
 }
 
 const char *lowkey_context_isa(const lowkey_context *context)

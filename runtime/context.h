@@ -2,9 +2,11 @@
 #ifndef LOWKEY_CONTEXT_H
 #define LOWKEY_CONTEXT_H
 
+#include "formats/block.h"
 #include "kernels/kernels.h"
 
 struct lowkey_context {
+    struct lowkey_block block; /* this object */
     lowkey_allocator allocator;
     const struct lowkey_kernels *kernels;
     lowkey_parallel_for *parallel_for; /* NULL: the calling thread does all */

@@ -23,7 +23,7 @@ struct split { /* of one sequence */
 };
 
 struct lane { /* scratch of a body */
-    float *scratch; /* of the kernel */
+    void *scratch; /* of the kernel */
     float *q; /* [max_rows][key_head_dim] rotated and scaled */
     int *n_visible; /* [max_rows] */
 };
@@ -54,7 +54,7 @@ static struct split split_of(const struct plan *plan, int i)
     struct split split = { .length = *lowkey_cache_length_at(plan->cache, plan->sequences[i],
                                                              plan->layer_number),
                            .n_queries = plan->n_queries ? plan->n_queries[i] : 1 };
-    split.n_pages = ceil_div(split.length, LOWKEY_PAGE_TOKENS);
+    split.n_pages = (int)lowkey_pages_of(split.length);
     split.n_blocks = ceil_div(split.n_queries, QUERY_BLOCK);
     split.run_pages = split.n_blocks > 1 ? split.n_pages : RUN_PAGES;
     split.n_runs = split.n_pages ? ceil_div(split.n_pages, split.run_pages) : 0;

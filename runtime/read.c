@@ -1,7 +1,7 @@
 /* read.c - what a cache holds, as values and as bytes. */
 #include "runtime/cache.h"
 
-#include "formats/half.h"
+#include "kernels/element.h"
 #include "runtime/error.h"
 
 static void read_sinks(const lowkey_cache *cache, const struct lowkey_store *store,
@@ -11,9 +11,7 @@ static void read_sinks(const lowkey_cache *cache, const struct lowkey_store *sto
     for (int i = 0; i < n; i++) {
         const uint16_t *sink = lowkey_store_sink(cache, store, side, sequence, first + i);
         for (int g = 0; g < n_channels; g++)
-            out[(size_t)i * (size_t)n_channels + (size_t)g] = cache->desc->sink_rule == LOWKEY_RULE_BF16
-                                                                  ? lowkey_bf16_to_f32(sink[g])
-                                                                  : lowkey_f16_to_f32(sink[g]);
+            out[(size_t)i * (size_t)n_channels + (size_t)g] = lowkey_decode_16(cache->desc->sink_rule, sink[g]);
     }
 }
 

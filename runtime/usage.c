@@ -71,7 +71,8 @@ static void answer(const lowkey_cache *cache, uint64_t n_pages, uint64_t n_seque
 static lowkey_status check_usage(const char *function, const lowkey_cache_usage *usage, lowkey_error *err)
 {
     if (!usage || usage->struct_size < sizeof usage->struct_size || usage->struct_size > 1 << 16)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: usage: struct_size: expected the struct's size", function);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: usage: struct_size: expected the struct's size, found %zu", function,
+                           usage ? usage->struct_size : 0);
     return LOWKEY_OK;
 }
 
@@ -112,7 +113,7 @@ lowkey_status lowkey_cache_estimate(const lowkey_quantizer *quantizer, const low
         return lowkey_fail(err, LOWKEY_EINVAL,
                            "lowkey_cache_estimate: expected 0 to %d sequences of 0 or more tokens, found %d of %d",
                            cache.max_sequences, n_sequences, tokens_each);
-    const int64_t n_blocks = ((int64_t)tokens_each + LOWKEY_PAGE_TOKENS - 1) / LOWKEY_PAGE_TOKENS;
+    const int64_t n_blocks = lowkey_pages_of(tokens_each);
     if (n_sequences > 0 && (tokens_each > cache.max_tokens || n_blocks * n_sequences > cache.n_pages))
         return lowkey_fail(err, LOWKEY_EFULL,
                            "lowkey_cache_estimate: %d sequences of %d tokens are over the limit of %d tokens and %d pages",
