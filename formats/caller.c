@@ -9,9 +9,7 @@
 lowkey_status lowkey_struct_read(void *to, size_t to_size, const void *from, size_t from_size,
                                  const char *what, lowkey_error *err)
 {
-    if (from_size == 0)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: struct_size: expected the struct's size, found 0", what);
-    if (from_size > 1 << 16)
+    if (from_size < sizeof from_size || from_size > 1 << 16)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: struct_size: expected the struct's size, found %zu", what,
                            from_size);
     const unsigned char *bytes = from;

@@ -231,6 +231,7 @@ int lowkey_cache_find_layer(const lowkey_cache *cache, int layer)
 
 lowkey_status lowkey_cache_check_layer(const lowkey_cache *cache, int layer, int *number, lowkey_error *err)
 {
+    if (!cache) return lowkey_fail(err, LOWKEY_EINVAL, "cache is NULL");
     *number = lowkey_cache_find_layer(cache, layer);
     if (*number < 0)
         return lowkey_fail(err, LOWKEY_EINVAL, "layer %d: the quantizer has no such layer", layer);
@@ -239,6 +240,7 @@ lowkey_status lowkey_cache_check_layer(const lowkey_cache *cache, int layer, int
 
 lowkey_status lowkey_cache_check_sequence(const lowkey_cache *cache, int sequence, lowkey_error *err)
 {
+    if (!cache) return lowkey_fail(err, LOWKEY_EINVAL, "cache is NULL");
     if (sequence < 0 || sequence >= cache->max_sequences)
         return lowkey_fail(err, LOWKEY_EINVAL, "sequence %d: expected 0 to %d", sequence,
                            cache->max_sequences - 1);
@@ -247,7 +249,7 @@ lowkey_status lowkey_cache_check_sequence(const lowkey_cache *cache, int sequenc
 
 int lowkey_cache_length(const lowkey_cache *cache, int sequence, int layer)
 {
-    const int number = lowkey_cache_find_layer(cache, layer);
+    const int number = cache ? lowkey_cache_find_layer(cache, layer) : -1;
     if (number < 0 || sequence < 0 || sequence >= cache->max_sequences) return -1;
     return *lowkey_cache_length_at(cache, sequence, number);
 }

@@ -199,7 +199,7 @@ typedef struct lowkey_cache_config {
 typedef enum lowkey_dtype { LOWKEY_F32 = 0, LOWKEY_F16, LOWKEY_BF16 } lowkey_dtype;
 
 typedef struct lowkey_rows { /* [n_tokens][n_heads][head_dim], channels contiguous, on the context's device */
-    const void *data;
+    const void *data;            /* aligned as its elements are */
     lowkey_dtype dtype;
     ptrdiff_t token_stride, head_stride; /* in elements; both 0: dense */
 } lowkey_rows;

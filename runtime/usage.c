@@ -78,6 +78,7 @@ static lowkey_status check_usage(const char *function, const lowkey_cache_usage 
 
 lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage *out, lowkey_error *err)
 {
+    if (!cache) return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_cache_measure: cache is NULL");
     LOWKEY_TRY(check_usage("lowkey_cache_measure", out, err));
     lowkey_cache_usage usage = { .outliers = cache->counts.outliers,
                                  .clamped = cache->counts.clamped,

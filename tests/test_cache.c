@@ -201,6 +201,27 @@ static void test_pages_go_round(void **state)
     close_cache(&f);
 }
 
+/* No cache, as a binding hands one on that was never made. */
+static void test_no_cache(void **state)
+{
+    (void)state;
+    lowkey_error err;
+    const lowkey_rows rows = { 0 };
+    const void *bytes;
+    size_t n_bytes;
+    lowkey_cache_usage usage = { .struct_size = sizeof usage };
+    const lowkey_attend_args args = { .struct_size = sizeof args };
+    assert_int_equal(lowkey_cache_length(NULL, 0, 0), -1);
+    assert_int_equal(lowkey_attend_workspace_bytes(NULL, &args), 0);
+    assert_refused(lowkey_cache_reserve(NULL, 0, 1, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_append(NULL, 0, 0, NULL, NULL, rows, rows, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_trim(NULL, 0, 0, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_attend(NULL, &args, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_read(NULL, 0, 0, 0, 0, NULL, NULL, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_page(NULL, 0, 0, 0, 0, 0, &bytes, &n_bytes, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_measure(NULL, &usage, &err), LOWKEY_EINVAL, err, "cache is NULL");
+}
+
 /* The allocator fails at call 0, 1, ... until everything is made: never a leak, always ENOMEM. */
 static void test_no_memory_at_any_call(void **state)
 {
@@ -250,6 +271,7 @@ int main(void)
         { "cache: max_tokens is a limit of its own", test_max_tokens, NULL, NULL, NULL },
         { "cache: trim gives back the pages that no layer needs, and they are used again",
           test_pages_go_round, NULL, NULL, NULL },
+        { "cache: calls without one are refused", test_no_cache, NULL, NULL, NULL },
         { "cache: an allocator that fails at any call gives ENOMEM and leaks nothing",
           test_no_memory_at_any_call, NULL, NULL, NULL },
     };

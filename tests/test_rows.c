@@ -122,6 +122,14 @@ static void test_refused(void **state)
     lowkey_error err;
     assert_refused(lowkey_rows_check(&rows, shape, "keys", &err), LOWKEY_EINVAL, err, "keys: data");
     assert_ok(lowkey_rows_check(&rows, (struct lowkey_rows_shape) { 0, HEADS, DIM }, "keys", &err), err);
+    for (int dtype = LOWKEY_F32; dtype <= LOWKEY_BF16; dtype++)
+        for (int shift = 0; shift <= 4; shift++) {
+            rows.data = (char *)&err + shift, rows.dtype = (lowkey_dtype)dtype; /* err begins with an int */
+            if (shift % (dtype == LOWKEY_F32 ? 4 : 2))
+                assert_refused(lowkey_rows_check(&rows, shape, "keys", &err), LOWKEY_EINVAL, err, "keys: data: expected an address");
+            else
+                assert_ok(lowkey_rows_check(&rows, shape, "keys", &err), err);
+        }
     rows.data = &err, rows.dtype = (lowkey_dtype)3;
     assert_refused(lowkey_rows_check(&rows, shape, "keys", &err), LOWKEY_EINVAL, err, "dtype");
     rows.dtype = (lowkey_dtype)-1;
@@ -136,7 +144,7 @@ int main(void)
         { "rows: the first NaN or infinity is found, and how many there are", test_bad_elements, NULL, NULL,
           NULL },
         { "rows: strides beyond 2^31 elements, and negative ones", test_far_apart, NULL, NULL, NULL },
-        { "rows: no data, no such type", test_refused, NULL, NULL, NULL },
+        { "rows: no data, data between elements, no such type", test_refused, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);
 }
