@@ -14,9 +14,9 @@ LOWKEY = f"{ROOT}/{os.environ.get('B', 'build/opt')}/lowkey"
 MODEL, TOKENS = f"{ROOT}/build/model/smollm2-135m.model.h5", f"{ROOT}/build/model/wiki.test.tokens.h5"
 
 
-def evaluate(*options, model=MODEL, tokens=TOKENS):
+def evaluate(*options, model=MODEL, tokens=TOKENS, **environment):
     return subprocess.run([LOWKEY, "eval", "--model", model, "--tokens", tokens, *options],
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def test_known_perplexities():
@@ -44,6 +44,16 @@ def test_f64():
             [np.exp(losses[1] / 191), np.exp(sum(losses) / 382)]]
     found = [[float(word) for word in line.split()[1:]] for line in done.stdout.splitlines()[1:]]
     assert np.allclose(found, want, rtol=2e-6, atol=1e-4), (found, want)
+
+
+def test_blas_kernels():
+    """whichever kernels OpenBLAS is told to take, or takes by itself, the perplexity is the same to six digits"""
+    found = []
+    for environment in ({}, dict(OPENBLAS_CORETYPE="Prescott"), dict(OPENBLAS_CORETYPE="Haswell")):
+        done = evaluate("--window", "100", "--windows", "1", "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["perplexity"])
+    assert np.allclose(found, found[0], rtol=1e-6), found
 
 
 def test_refusals():
