@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "calib/side_fit.h"
+#include "formats/geometry.h"
 #include "kernels/element.h"
 #include "runtime/error.h"
 
@@ -38,7 +39,7 @@ static lowkey_status find(struct lowkey_side_fit *fit, struct lowkey_grids *grid
 {
     const lowkey_layer_desc *geometry = &fit->captures->info->layers[fit->layer];
     const size_t other = (size_t)fit->n_heads *
-                         (size_t)(fit->which ? geometry->key_head_dim : geometry->value_head_dim);
+                         (size_t)lowkey_side_head_dim(geometry, !fit->which);
     uint8_t *bits, *other_bits;
     float *table, *boundary, *lower, *upper, *zeros;
     LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, &bits, err));

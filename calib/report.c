@@ -5,7 +5,7 @@
 #include <jansson.h>
 
 #include "calib/fit.h"
-#include "formats/quantizer_parts.h"
+#include "formats/geometry.h"
 
 struct summary {
     int layer, which;

@@ -119,7 +119,7 @@ lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_po
     const lowkey_layer_desc *geometry = &fit->captures->info->layers[fit->layer];
     int widest = 0, any_8 = 0, any_16 = 0;
     fit->n_heads = geometry->n_kv_heads;
-    fit->head_dim = fit->which ? geometry->value_head_dim : geometry->key_head_dim;
+    fit->head_dim = lowkey_side_head_dim(geometry, fit->which);
     fit->n_channels = (size_t)fit->n_heads * (size_t)fit->head_dim;
     LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, &fit->bits, err));
     LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, sizeof *fit->order, &fit->order, err));

@@ -210,9 +210,8 @@ static void print_values(const json_t *object, const char *prefix)
     char name[CELL], text[CELL], label[2 * CELL];
     json_object_foreach((json_t *)(uintptr_t)object, key, value) {
         if (json_is_array(value)) continue;
-        snprintf(label, sizeof label, "%s%s", prefix, print_key(key, name));
+        snprintf(label, sizeof label, "%s%s%s", prefix, print_key(key, name), json_is_object(value) ? " " : "");
         if (json_is_object(value)) {
-            strcat(label, " ");
             print_values(value, label);
             continue;
         }

@@ -10,6 +10,7 @@
 #include "experiments/files.h"
 #include "formats/activations.h"
 #include "formats/file_h5.h"
+#include "formats/geometry.h"
 #include "formats/model.h"
 #include "formats/quantizer_file.h"
 #include "formats/sha256.h"
@@ -47,13 +48,10 @@ json_t *lowkey_describe_geometry(const lowkey_layer_desc *layer)
 {
     char rope[64];
     const double theta = rope_theta(layer);
+    const char *pairing = lowkey_pairing_name(layer->rope_pairing);
     if (layer->rope_dims == 0) snprintf(rope, sizeof rope, "none");
-    else if (theta > 0)
-        snprintf(rope, sizeof rope, "%d %s, theta %.6g", layer->rope_dims,
-                 layer->rope_pairing == LOWKEY_PAIR_HALF ? "half" : "interleaved", theta);
-    else
-        snprintf(rope, sizeof rope, "%d %s, scaled", layer->rope_dims,
-                 layer->rope_pairing == LOWKEY_PAIR_HALF ? "half" : "interleaved");
+    else if (theta > 0) snprintf(rope, sizeof rope, "%d %s, theta %.6g", layer->rope_dims, pairing, theta);
+    else snprintf(rope, sizeof rope, "%d %s, scaled", layer->rope_dims, pairing);
     return json_pack("{s:i, s:i, s:i, s:i, s:i, s:f, s:s, s:f}", "layer", layer->index, "q_heads",
                      layer->n_q_heads, "kv_heads", layer->n_kv_heads, "key_head_dim", layer->key_head_dim,
                      "value_head_dim", layer->value_head_dim, "logit_scale", layer->logit_scale, "rope", rope,

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "experiments/files.h"
+#include "formats/geometry.h"
 #include "formats/quantizer_file.h"
 #include "formats/sha256.h"
 
@@ -122,9 +123,9 @@ static json_t *share(double part, double whole)
 static json_t *describe_side(const lowkey_layer_desc *layer, int which,
                              const struct lowkey_side_report *report)
 {
-    const lowkey_side_desc *side = which == 0 ? &layer->key : &layer->value;
+    const lowkey_side_desc *side = lowkey_side_of(layer, which);
     const size_t n = (size_t)layer->n_kv_heads *
-                     (size_t)(which == 0 ? layer->key_head_dim : layer->value_head_dim);
+                     (size_t)lowkey_side_head_dim(layer, which);
     const double variance = mean(report->variance, n), elements = (double)report->n_tokens * (double)n;
     char text[160];
     json_t *to = json_pack("{s:i, s:s}", "layer", layer->index, "side", which == 0 ? "key" : "value");

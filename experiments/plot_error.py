@@ -2,9 +2,10 @@
 
     plot_error.py ROWS OUT.png [TITLE]
 
-ROWS is what lowkey error --csv wrote (its name ends in .csv) or --json printed. One point a format, softmax KL on the left, relative output error on the
-right. Formats whose labels differ in their first number alone (nuq4, nuq3, nuq2) are one family: one colour, one line. A
-format of 16 bits is a number in the corner, not a point, so that the low bits have the room."""
+ROWS is what lowkey error --csv wrote (its name ends in .csv) or --json printed. One point a format, softmax KL on the
+left, relative output error on the right. Formats whose labels differ in their first number alone (nuq4, nuq3, nuq2) are
+one family: one colour, one line. A format of 16 bits is a number in the corner, not a point, so that the low bits have
+the room."""
 import csv
 import json
 import re
@@ -19,8 +20,6 @@ from matplotlib.ticker import FuncFormatter
 METRICS = (("softmax_kl", "softmax KL from exact attention, nats", lambda y, _: f"{y:.10g}"),
            ("relative_output_error", "relative error of attention's output", lambda y, _: f"{100 * y:.10g} %"))
 MARKERS = "osD^vP*Xhp"
-
-
 NUMBERS = ("layer", "head", "bits_payload", "n_tokens", "fit_overlap") + tuple(metric for metric, *_ in METRICS)
 
 

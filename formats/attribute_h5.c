@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "formats/parts_h5.h"
+#include "formats/sha256.h"
 #include "runtime/error.h"
 
 enum { MAX_STRING = 65536 };
@@ -303,6 +304,6 @@ lowkey_status lowkey_h5_put_sha256(lowkey_h5 *file, const char *object, const ch
                                    const unsigned char value[32], lowkey_error *err)
 {
     char text[65];
-    for (int i = 0; i < 32; i++) snprintf(text + 2 * i, 3, "%02x", value[i]);
+    lowkey_sha256_print(value, text);
     return lowkey_h5_put_string(file, object, name, text, err);
 }

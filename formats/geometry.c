@@ -78,6 +78,16 @@ lowkey_status lowkey_geometry_check(const lowkey_layer_desc *layer, lowkey_error
     return check_rope(layer, err);
 }
 
+const lowkey_side_desc *lowkey_side_of(const lowkey_layer_desc *layer, int which)
+{
+    return which ? &layer->value : &layer->key;
+}
+
+int lowkey_side_head_dim(const lowkey_layer_desc *layer, int which)
+{
+    return which ? layer->value_head_dim : layer->key_head_dim;
+}
+
 const char *lowkey_pairing_name(lowkey_pairing pairing)
 {
     return pairing == LOWKEY_PAIR_HALF ? "half" : pairing == LOWKEY_PAIR_INTERLEAVED ? "interleaved" : NULL;

@@ -17,6 +17,10 @@ void lowkey_geometry_fill(lowkey_layer_desc *layer);
 /* Every MUST of formats/README.md, "Geometry", on a filled layer. Messages begin "layer N: ". */
 lowkey_status lowkey_geometry_check(const lowkey_layer_desc *layer, lowkey_error *err);
 
+/* What of a layer is keys' or values', for code that serves both: which is 0 for keys, 1 for values. */
+const lowkey_side_desc *lowkey_side_of(const lowkey_layer_desc *layer, int which);
+int lowkey_side_head_dim(const lowkey_layer_desc *layer, int which);
+
 /* "half", "interleaved" */
 const char *lowkey_pairing_name(lowkey_pairing pairing);
 

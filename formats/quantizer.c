@@ -65,16 +65,6 @@ static lowkey_status read_layer(const lowkey_quantizer_desc *desc, int i, int wi
 
 /* ---- copies ---- */
 
-const lowkey_side_desc *lowkey_side_of(const lowkey_layer_desc *layer, int which)
-{
-    return which ? &layer->value : &layer->key;
-}
-
-int lowkey_side_head_dim(const lowkey_layer_desc *layer, int which)
-{
-    return which ? layer->value_head_dim : layer->key_head_dim;
-}
-
 /* A copy of from in the block; where from is NULL, room that the caller fills. */
 static void *copy(struct lowkey_block *block, const void *from, size_t count, size_t bytes_each)
 {

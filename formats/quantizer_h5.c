@@ -34,7 +34,7 @@ static struct lowkey_field_sizes sizes_of(const lowkey_layer_desc *layer, int wh
 {
     return (struct lowkey_field_sizes) {
         .n_heads = layer->n_kv_heads,
-        .head_dim = which ? layer->value_head_dim : layer->key_head_dim,
+        .head_dim = lowkey_side_head_dim(layer, which),
         .n_table = side->table_entries,
         .has = LOWKEY_FIELD_ALWAYS | (side->table_entries > 0 ? LOWKEY_FIELD_TABLE : 0) |
                (side->rule_8 != LOWKEY_RULE_NONE ? LOWKEY_FIELD_RULE_8 : 0) |
@@ -47,7 +47,7 @@ static struct lowkey_field_sizes sizes_of(const lowkey_layer_desc *layer, int wh
 static lowkey_status read_side_attributes(lowkey_h5 *file, const char *group, const lowkey_layer_desc *layer,
                                           int which, lowkey_side_desc *side, int *feedback, lowkey_error *err)
 {
-    const int n = layer->n_kv_heads * (which ? layer->value_head_dim : layer->key_head_dim);
+    const int n = layer->n_kv_heads * lowkey_side_head_dim(layer, which);
     int rule_8, rule_16, token_scale, outlier_rule;
     LOWKEY_TRY(lowkey_h5_get_small(file, group, "table_entries", 0, 32, &side->table_entries, err));
     if (side->table_entries == 1)
@@ -283,10 +283,9 @@ static lowkey_status verify(void *arg, const char *path, lowkey_error *err)
     const char *differs = NULL;
     for (int i = 0; i < 2 * desc->n_layers && !differs; i++) {
         const lowkey_layer_desc *layer = &desc->layers[i / 2];
-        const lowkey_side_desc *side = i % 2 ? &layer->value : &layer->key;
+        const lowkey_side_desc *side = lowkey_side_of(layer, i % 2);
         const struct lowkey_field_sizes sizes = sizes_of(layer, i % 2, side);
-        differs = lowkey_fields_differ(side_fields, &sizes, side,
-                                       i % 2 ? &got->layers[i / 2].value : &got->layers[i / 2].key);
+        differs = lowkey_fields_differ(side_fields, &sizes, side, lowkey_side_of(&got->layers[i / 2], i % 2));
     }
     lowkey_quantizer_free(quantizer);
     return differs ? lowkey_fail(err, LOWKEY_EIO, "%s: %s does not read back as written", path, differs)

@@ -6,10 +6,6 @@
 #include "formats/block.h"
 #include "formats/side.h"
 
-/* What of a side is key or value, for code that serves both: which is 0 for keys, 1 for values. */
-const lowkey_side_desc *lowkey_side_of(const lowkey_layer_desc *layer, int which);
-int lowkey_side_head_dim(const lowkey_layer_desc *layer, int which);
-
 /* Before copying: scalars and required pointers of a layer whose geometry is checked, so that every array's size is
  * known. */
 lowkey_status lowkey_layer_check_shape(const lowkey_layer_desc *layer, lowkey_error *err);

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats/geometry.h"
 #include "formats/quantizer_parts.h"
 
 static void fill_head(const lowkey_side_desc *desc, int h, int head_dim, struct lowkey_row *rows,

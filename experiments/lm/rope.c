@@ -5,6 +5,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats/geometry.h"
+
 void lowkey_rope_angles(const lowkey_layer_desc *layer, int64_t position, float *cosine, float *sine)
 {
     const double factor = layer->rope_attention_factor != 0 ? layer->rope_attention_factor : 1;
@@ -18,11 +20,9 @@ void lowkey_rope_angles(const lowkey_layer_desc *layer, int64_t position, float 
 void lowkey_rope_turn(const lowkey_layer_desc *layer, const float *cosine, const float *sine, const float *x,
                       float *out)
 {
-    const int pairs = layer->rope_dims / 2;
-    const int half = layer->rope_pairing == LOWKEY_PAIR_HALF;
-    for (int i = 0; i < pairs; i++) {
-        const int first = half ? i : 2 * i;
-        const int second = half ? i + pairs : 2 * i + 1;
+    for (int i = 0; i < layer->rope_dims / 2; i++) {
+        int first, second;
+        lowkey_rope_pair(layer->rope_dims, layer->rope_pairing, i, &first, &second);
         const float x1 = x[first], x2 = x[second];
         out[first] = x1 * cosine[i] - x2 * sine[i];
         out[second] = x1 * sine[i] + x2 * cosine[i];
