@@ -9,6 +9,7 @@
 #include "calib/feedback.h"
 #include "formats/geometry.h"
 #include "formats/half.h"
+#include "tests/captured.h"
 #include "tests/check.h"
 
 /* H = sum of g g' of n random vectors of D coupled numbers. */
@@ -198,6 +199,36 @@ static void one_width_keeps_the_default_order(void **state)
     assert_memory_equal(order, plain, sizeof plain);
 }
 
+/* Sums over the tokens that are no sinks, of two heads of 16 channels, from captures read in pieces. */
+static void gradient_moments_are_sums_over_kept_tokens(void **state)
+{
+    (void)state;
+    enum { H = 2, D = 16 };
+    static const int lengths[CAPTURED_SAMPLES] = { 300, 3, 70 }, sinks[] = { 0, 1, 2 };
+    const lowkey_layer_desc geometry = { .struct_size = sizeof geometry, .n_q_heads = 2, .n_kv_heads = H, .key_head_dim = D,
+                                         .value_head_dim = D, .rope_dims = D, .logit_scale = 0.25, .rope_attention_factor = 1 };
+    struct captured captured;
+    captured_make(&captured, &geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_KEY_GRAD, 4);
+    const char *const path = captured.path;
+    for (size_t s = 0; s < sizeof sinks / sizeof sinks[0]; s++) {
+        double want[H * D * D] = { 0 }, got[H * D * D];
+        for (int sample = 0, t = 0; sample < CAPTURED_SAMPLES; sample++)
+            for (int i = 0; i < lengths[sample]; i++, t++)
+                for (int k = 0; i >= sinks[s] && k < H * D * D; k++) {
+                    const float *g = captured.rows[LOWKEY_KEY_GRAD] + (t * H + k / (D * D)) * D;
+                    want[k] += (double)g[k / D % D] * (double)g[k % D];
+                }
+        lowkey_captures *captures;
+        lowkey_error err;
+        assert_ok(lowkey_captures_open(1, &path, 0, 0, sinks[s], &captures, &err), err);
+        assert_ok(lowkey_gradient_moments(captures, 0, LOWKEY_KEY_GRAD, 2, got, &err), err);
+        for (int k = 0; k < H * D * D; k++)
+            if (!(fabs(got[k] - want[k]) <= 1e-9 * (1 + fabs(want[k])))) fail_msg("%d: %g, wanted %g", k, got[k], want[k]);
+        lowkey_captures_close(captures);
+    }
+    captured_free(&captured);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -206,6 +237,7 @@ int main(void)
         cmocka_unit_test(a_zero_matrix_gives_a_zero_factor_and_says_so),
         cmocka_unit_test(feedback_lowers_the_cost_on_random_matrices),
         cmocka_unit_test(rows_keep_pairs_together_and_wide_ones_first),
+        cmocka_unit_test(gradient_moments_are_sums_over_kept_tokens),
         cmocka_unit_test(one_width_keeps_the_default_order),
     };
     return lowkey_run_tests(tests);
