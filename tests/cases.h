@@ -16,6 +16,8 @@ static const struct lowkey_case_shape {
     { 8, 1, 128, 128, 64, LOWKEY_PAIR_INTERLEAVED },
     { 2, 2, 192, 128, 64, LOWKEY_PAIR_INTERLEAVED },
     { 2, 1, 256, 256, 256, LOWKEY_PAIR_HALF },
+    { 14, 2, 120, 112, 40, LOWKEY_PAIR_HALF }, /* seven query heads to each KV head */
+    { 8, 8, 8, 16, 8, LOWKEY_PAIR_INTERLEAVED },
 };
 enum { LOWKEY_N_SHAPES = sizeof lowkey_shapes / sizeof lowkey_shapes[0] };
 

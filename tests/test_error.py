@@ -264,6 +264,21 @@ def test_layers_and_csv():
     assert table.count("\nf16 ") == table.count("\ntwo ") == 1 + 3 + 4 + 6 + 3 and "*" not in table
 
 
+def test_mse_is_not_all():
+    """Where queries see one pair of channels, the format with less error has the worse softmax, and the table shows both"""
+    g, key, value, query = made_up(geometry(2, 1, 16, 8, 16, "half", 1.0))
+    query[..., [c for c in range(16) if c % 8]] = 0
+    write_activations("pair.h5", {0: (g, key, value, 3 * query)})
+    for name, bits in (("coarse-there.h5", "1,4,4,4,4,4,4,4"), ("even.h5", "2")):
+        subprocess.run([LOWKEY, "fit", "--key-bits", bits, "--value-bits", "16", "--sensitivity", "none", "--out", path(name), path("pair.h5")],
+                       check=True, stdout=subprocess.DEVNULL)
+    done = run("--activations", path("pair.h5"), "--json", path("coarse-there.h5"), path("even.h5")).stdout
+    coarse, even = json.loads(done)
+    assert coarse["key_relative_mse"] < 0.7 * even["key_relative_mse"], (coarse, even)
+    for metric in ("softmax_kl", "relative_logit_error", "relative_output_error", "top1_flips"):
+        assert coarse[metric] > 1.3 * even[metric], (metric, coarse, even)
+
+
 def test_threads():
     """The same output to the byte with 1, 2 and 7 threads"""
     write_quantizer("mixed.quantizer.h5", (1, 2, 3, 4, 5))
