@@ -139,13 +139,12 @@ static struct arrays make_arrays(size_t n, size_t d, int n_table, int feedback)
     };
 }
 
-static void free_side(const lowkey_side_desc *side)
+void lowkey_test_side_free(const lowkey_side_desc *side)
 {
-    free((void *)side->bits), free((void *)side->n_entries), free((void *)side->order),
-        free((void *)side->exponent);
-    free((void *)side->table), free((void *)side->boundary), free((void *)side->center),
-        free((void *)side->lower);
-    free((void *)side->upper), free((void *)side->rule_scale), free((void *)side->factor);
+    const void *const arrays[] = { side->bits,     side->order,      side->n_entries, side->table,
+                                   side->boundary, side->center,     side->exponent,  side->lower,
+                                   side->upper,    side->rule_scale, side->factor };
+    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) free((void *)arrays[i]);
 }
 
 static lowkey_side_desc make_side(struct lowkey_random *random, const struct lowkey_side_choice *choice,
@@ -238,7 +237,7 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
     lowkey_quantizer *quantizer = NULL;
     lowkey_error err = { 0 };
     const lowkey_status status = lowkey_quantizer_create(&desc, allocator, &quantizer, &err);
-    for (int i = 0; i < n_layers; i++) free_side(&layers[i].key), free_side(&layers[i].value);
+    for (int i = 0; i < n_layers; i++) lowkey_test_side_free(&layers[i].key), lowkey_test_side_free(&layers[i].value);
     free(layers);
     if (status != LOWKEY_OK) fail_msg("%s", err.message);
     return quantizer;

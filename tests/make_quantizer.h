@@ -38,6 +38,9 @@ struct lowkey_quantizer_choice {
 lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *choice,
                                         const lowkey_allocator *allocator);
 
+/* Free the arrays of a side, each malloc'd. */
+void lowkey_test_side_free(const lowkey_side_desc *side);
+
 /* Rows of a side: x[n][n_heads * head_dim], drawn about each channel's range, a few elements beyond it, some exactly
  * on boundaries. which: 0 keys, 1 values. */
 void lowkey_make_rows(struct lowkey_random *random, const lowkey_layer_desc *layer, int which,

@@ -8,17 +8,7 @@
 #include <string.h>
 
 #include "tests/check.h"
-
-static unsigned next(unsigned *seed) /* 24 good bits of a 32-bit congruential generator */
-{
-    *seed = *seed * 1664525u + 1013904223u;
-    return *seed >> 8;
-}
-
-static int below(unsigned *seed, int n)
-{
-    return (int)(next(seed) % (unsigned)n);
-}
+#include "tests/make_quantizer.h"
 
 static void *array(size_t count, size_t bytes_each)
 {
@@ -29,12 +19,12 @@ static void *array(size_t count, size_t bytes_each)
 
 /* Shuffle pairs of rows, or single rows where there is no RoPE. */
 static void make_order(const lowkey_layer_desc *layer, int which, int head_dim, uint16_t *order,
-                       unsigned *seed)
+                       struct lowkey_random *random)
 {
     const int step = which == 0 && layer->rope_dims ? 2 : 1;
     lowkey_default_order(head_dim, which ? 0 : layer->rope_dims, layer->rope_pairing, order);
     for (int i = head_dim / step - 1; i > 0; i--) {
-        const int j = below(seed, i + 1);
+        const int j = lowkey_random_below(random, i + 1);
         for (int k = 0; k < step; k++) {
             const uint16_t kept = order[i * step + k];
             order[i * step + k] = order[j * step + k];
@@ -43,33 +33,33 @@ static void make_order(const lowkey_layer_desc *layer, int which, int head_dim, 
     }
 }
 
-static void make_channel(int bits, int n_table, unsigned *seed, float *table, float *boundary,
+static void make_channel(int bits, int n_table, struct lowkey_random *random, float *table, float *boundary,
                          uint8_t *n_entries, float *center, int16_t *exponent, float *lower, float *upper)
 {
-    *exponent = (int16_t)(below(seed, 40) - 30);
-    *center = below(seed, 3) ? 0.0f : ldexpf((float)(below(seed, 2001) - 1000), *exponent);
+    *exponent = (int16_t)(lowkey_random_below(random, 40) - 30);
+    *center = lowkey_random_below(random, 3) ? 0.0f : ldexpf((float)(lowkey_random_below(random, 2001) - 1000), *exponent);
     *lower = *center - ldexpf(40, *exponent), *upper = *center + ldexpf(44, *exponent);
     if (bits > 5) {
         for (int k = 0; k + 1 < n_table; k++) boundary[k] = FLT_MAX;
         return;
     }
-    *n_entries = (uint8_t)(below(seed, 8) ? 1 << bits : 1 + below(seed, 1 << bits));
+    *n_entries = (uint8_t)(lowkey_random_below(random, 8) ? 1 << bits : 1 + lowkey_random_below(random, 1 << bits));
     float h = -60; /* in units of 2^exponent, within twice the range of 84 */
     for (int k = 0; k < n_table; k++) {
-        if (k < *n_entries) h += 0.25f * (float)(1 + below(seed, 12));
+        if (k < *n_entries) h += 0.25f * (float)(1 + lowkey_random_below(random, 12));
         table[k] = *center + ldexpf(h, *exponent);
         if (k > 0) boundary[k - 1] = k < *n_entries ? 0.5f * table[k - 1] + 0.5f * table[k] : FLT_MAX;
     }
 }
 
-static void make_factor(int head_dim, float *factor, unsigned *seed)
+static void make_factor(int head_dim, float *factor, struct lowkey_random *random)
 {
     for (int i = 0; i < head_dim; i++)
-        for (int j = 0; j < i; j++) factor[i * head_dim + j] = ldexpf((float)(below(seed, 2001) - 1000), -11);
+        for (int j = 0; j < i; j++) factor[i * head_dim + j] = ldexpf((float)(lowkey_random_below(random, 2001) - 1000), -11);
 }
 
 static lowkey_side_desc make_side(const lowkey_layer_desc *layer, int which,
-                                  const struct lowkey_test_side *spec, unsigned *seed)
+                                  const struct lowkey_test_side *spec, struct lowkey_random *random)
 {
     const int head_dim = which ? layer->value_head_dim : layer->key_head_dim;
     const size_t d = (size_t)head_dim, n = (size_t)layer->n_kv_heads * d;
@@ -90,14 +80,14 @@ static lowkey_side_desc make_side(const lowkey_layer_desc *layer, int which,
     float *factor = spec->feedback ? array(n * d, 4) : NULL;
     for (size_t c = 0; c < n; c++) {
         bits[c] = (uint8_t)spec->bits[c % (size_t)spec->n_bits];
-        make_channel(bits[c], n_table, seed, n_table ? table + c * (size_t)n_table : NULL,
+        make_channel(bits[c], n_table, random, n_table ? table + c * (size_t)n_table : NULL,
                      n_table ? boundary + c * n_boundary : NULL, &n_entries[c], &center[c], &exponent[c],
                      &lower[c], &upper[c]);
-        rule_scale[c] = bits[c] == 8 ? ldexpf((float)(1 + below(seed, 99)), -7) : 1.0f;
+        rule_scale[c] = bits[c] == 8 ? ldexpf((float)(1 + lowkey_random_below(random, 99)), -7) : 1.0f;
     }
     for (int h = 0; h < layer->n_kv_heads; h++) {
-        make_order(layer, which, head_dim, order + (size_t)h * d, seed);
-        if (factor) make_factor(head_dim, factor + (size_t)h * d * d, seed);
+        make_order(layer, which, head_dim, order + (size_t)h * d, random);
+        if (factor) make_factor(head_dim, factor + (size_t)h * d * d, random);
     }
     const int any = spec->outlier_rule != LOWKEY_OUTLIER_NONE;
     return (lowkey_side_desc) {
@@ -153,7 +143,7 @@ struct lowkey_test_spec lowkey_test_spec_rich(void)
 
 lowkey_quantizer_desc *lowkey_test_desc_make(const struct lowkey_test_spec *spec)
 {
-    unsigned seed = spec->seed;
+    struct lowkey_random random = { spec->seed };
     lowkey_layer_desc *layers = array((size_t)spec->n_layers, sizeof *layers);
     for (int i = 0; i < spec->n_layers; i++) {
         lowkey_layer_desc *layer = &layers[i];
@@ -170,8 +160,8 @@ lowkey_quantizer_desc *lowkey_test_desc_make(const struct lowkey_test_spec *spec
                                        .rope_pairing = spec->rope_pairing,
                                        .rope_attention_factor = 1.25,
                                        .rope_inv_freq = inv_freq };
-        layer->key = make_side(layer, 0, &spec->side[0], &seed);
-        layer->value = make_side(layer, 1, &spec->side[1], &seed);
+        layer->key = make_side(layer, 0, &spec->side[0], &random);
+        layer->value = make_side(layer, 1, &spec->side[1], &random);
     }
     lowkey_quantizer_desc *desc = array(1, sizeof *desc);
     *desc = (lowkey_quantizer_desc) { .struct_size = sizeof *desc,
@@ -184,19 +174,11 @@ lowkey_quantizer_desc *lowkey_test_desc_make(const struct lowkey_test_spec *spec
     return desc;
 }
 
-static void free_side(const lowkey_side_desc *side)
-{
-    const void *const arrays[] = { side->bits,     side->order,      side->n_entries, side->table,
-                                   side->boundary, side->center,     side->exponent,  side->lower,
-                                   side->upper,    side->rule_scale, side->factor };
-    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) free((void *)arrays[i]);
-}
-
 void lowkey_test_desc_free(lowkey_quantizer_desc *desc)
 {
     for (int i = 0; i < desc->n_layers; i++) {
-        free_side(&desc->layers[i].key);
-        free_side(&desc->layers[i].value);
+        lowkey_test_side_free(&desc->layers[i].key);
+        lowkey_test_side_free(&desc->layers[i].value);
         free((void *)desc->layers[i].rope_inv_freq);
     }
     free((void *)desc->layers);
