@@ -385,7 +385,8 @@ lowkey_status lowkey_attention_sensitivity(const lowkey_captures *captures, int 
     for (int64_t done = 0; done < n_jobs && status == LOWKEY_OK;) {
         int n = 0;
         for (int64_t bytes = 0; n < most && done + n < n_jobs && status == LOWKEY_OK; n++) {
-            const int sample = (int)((done + n) / desc->n_kv_heads), head = (int)((done + n) % desc->n_kv_heads);
+            const int sample = (int)((done + n) / desc->n_kv_heads),
+                      head = (int)((done + n) % desc->n_kv_heads);
             bytes += row * captures->samples[sample].n_tokens;
             if (n > 0 && bytes > bytes_at_once) break;
             jobs[n] = (struct job) {

@@ -42,7 +42,8 @@ static int parse(const char *what, int argc, char **argv, struct settings *setti
         { 0 },
     };
     int bad = 0;
-    for (int option; !bad && (option = lowkey_next_option("bench", argc, argv, options, NULL)) != -1;) switch (option) {
+    for (int option; !bad && (option = lowkey_next_option("bench", argc, argv, options, NULL)) != -1;)
+        switch (option) {
         case POINTS:
             bad = lowkey_parse_int("bench", "--points", optarg, 1, INT64_C(1) << 40, &settings->points);
             break;
@@ -50,29 +51,16 @@ static int parse(const char *what, int argc, char **argv, struct settings *setti
             bad = lowkey_parse_int("bench", "--centroids", optarg, 1, LOWKEY_MAX_CENTROIDS,
                                    &settings->centroids);
             break;
-        case SEED:
-            bad = lowkey_parse_int("bench", "--seed", optarg, 0, UINT32_MAX, &settings->seed);
-            break;
-        case REPEAT:
-            bad = lowkey_parse_int("bench", "--repeat", optarg, 1, 1000, &settings->repeat);
-            break;
+        case SEED: bad = lowkey_parse_int("bench", "--seed", optarg, 0, UINT32_MAX, &settings->seed); break;
+        case REPEAT: bad = lowkey_parse_int("bench", "--repeat", optarg, 1, 1000, &settings->repeat); break;
         case CHANNELS:
             bad = lowkey_parse_int("bench", "--channels", optarg, 1, 1 << 20, &settings->channels);
             break;
-        case THREADS:
-            bad = lowkey_parse_int("bench", "--threads", optarg, 1, 256, &settings->threads);
-            break;
-        case INPUT:
-            settings->input = optarg;
-            break;
-        case WEIGHTS:
-            settings->weights = optarg;
-            break;
-        case JSON:
-            settings->json = 1;
-            break;
-        default:
-            bad = 2;
+        case THREADS: bad = lowkey_parse_int("bench", "--threads", optarg, 1, 256, &settings->threads); break;
+        case INPUT: settings->input = optarg; break;
+        case WEIGHTS: settings->weights = optarg; break;
+        case JSON: settings->json = 1; break;
+        default: bad = 2;
         }
     if (!bad && optind < argc) bad = lowkey_command_usage("bench", "%s takes no '%s'", what, argv[optind]);
     if (!bad && settings->weights && !settings->input)

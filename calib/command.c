@@ -41,31 +41,38 @@ int lowkey_next_option(const char *command, int argc, char **argv, const struct 
     const int found = getopt_long(argc, argv, has_help ? ":h" : ":", options, index);
     if (found != '?' && found != ':') return found;
     for (const struct option *o = options; o->name; o++) is_known |= optopt && o->val == optopt;
-    if (found == ':') lowkey_command_usage(command, "%s takes a value", argv[optind - 1]);
-    else if (is_known) lowkey_command_usage(command, "%s: it takes no value", argv[optind - 1]);
-    else if (optopt) lowkey_command_usage(command, "unknown option '-%c'", optopt);
-    else lowkey_command_usage(command, "unknown option '%s'", argv[optind - 1]);
+    if (found == ':')
+        lowkey_command_usage(command, "%s takes a value", argv[optind - 1]);
+    else if (is_known)
+        lowkey_command_usage(command, "%s: it takes no value", argv[optind - 1]);
+    else if (optopt)
+        lowkey_command_usage(command, "unknown option '-%c'", optopt);
+    else
+        lowkey_command_usage(command, "unknown option '%s'", argv[optind - 1]);
     return '?';
 }
 
-int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high, int64_t *out)
+int lowkey_parse_int(const char *command, const char *option, const char *text, int64_t low, int64_t high,
+                     int64_t *out)
 {
     char *end;
     errno = 0;
     const long long value = strtoll(text, &end, 10);
     if (errno || end == text || *end || value < low || value > high)
-        return lowkey_command_usage(command, "%s takes an integer from %lld to %lld, not '%s'", option, (long long)low,
-                                    (long long)high, text);
+        return lowkey_command_usage(command, "%s takes an integer from %lld to %lld, not '%s'", option,
+                                    (long long)low, (long long)high, text);
     *out = value;
     return 0;
 }
 
-int lowkey_parse_double(const char *command, const char *option, const char *text, double low, double high, double *out)
+int lowkey_parse_double(const char *command, const char *option, const char *text, double low, double high,
+                        double *out)
 {
     char *end;
     const double value = strtod(text, &end);
     if (end == text || *end || !(value >= low && value <= high))
-        return lowkey_command_usage(command, "%s takes a number from %g to %g, not '%s'", option, low, high, text);
+        return lowkey_command_usage(command, "%s takes a number from %g to %g, not '%s'", option, low, high,
+                                    text);
     *out = value;
     return 0;
 }
@@ -98,7 +105,8 @@ int lowkey_parse_list(const char *command, const char *option, const char *text,
         if (value < 0 || value > 65535 || *rest != (i + 1 < *n ? ',' : 0) || (i && value <= (*out)[i - 1])) {
             free(*out);
             *out = NULL;
-            return lowkey_command_usage(command, "%s takes rising numbers joined by ',', not '%s'", option, text);
+            return lowkey_command_usage(command, "%s takes rising numbers joined by ',', not '%s'", option,
+                                        text);
         }
         (*out)[i] = (int)value;
         at = rest + 1;
@@ -107,20 +115,24 @@ int lowkey_parse_list(const char *command, const char *option, const char *text,
     return 0;
 }
 
-int lowkey_check_output(const char *command, const char *option, const char *out, int n_inputs, const char *const *inputs)
+int lowkey_check_output(const char *command, const char *option, const char *out, int n_inputs,
+                        const char *const *inputs)
 {
     struct stat of_out, of_input;
     if (!*out) return lowkey_command_usage(command, "%s takes a file's name, not ''", option);
     if (stat(out, &of_out) != 0) return 0;
     for (int i = 0; i < n_inputs; i++)
-        if (stat(inputs[i], &of_input) == 0 && of_input.st_dev == of_out.st_dev && of_input.st_ino == of_out.st_ino)
+        if (stat(inputs[i], &of_input) == 0 && of_input.st_dev == of_out.st_dev &&
+            of_input.st_ino == of_out.st_ino)
             return lowkey_command_usage(command, "%s %s is the input %s", option, out, inputs[i]);
     return 0;
 }
 
 void lowkey_progress_start(struct lowkey_progress *progress, const char *what, double total)
 {
-    *progress = (struct lowkey_progress){ .what = what, .total = total, .start = lowkey_seconds(), .live = isatty(STDERR_FILENO) };
+    *progress = (struct lowkey_progress) {
+        .what = what, .total = total, .start = lowkey_seconds(), .live = isatty(STDERR_FILENO)
+    };
 }
 
 void lowkey_progress_at(struct lowkey_progress *progress, double done)

@@ -45,7 +45,8 @@ static lowkey_status check_size(const lowkey_captures *captures, const char *pat
     const int64_t most = INT64_C(1) << 26;
     if (captures->n_tokens <= most) return LOWKEY_OK;
     return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "%s%s: expected at most %lld tokens, found %lld", path,
-                       captures->n_files > 1 ? " and others" : "", (long long)most, (long long)captures->n_tokens);
+                       captures->n_files > 1 ? " and others" : "", (long long)most,
+                       (long long)captures->n_tokens);
 }
 
 /* Feedback takes its matrix from gradients, or for keys from queries. */
@@ -107,8 +108,7 @@ static struct lowkey_weights weights_of(const struct layer_fit *fit, int which)
         weights.source = LOWKEY_WEIGHTS_STORE;
         weights.store = &fit->store[which];
         break;
-    default:
-        break;
+    default: break;
     }
     return weights;
 }
@@ -276,8 +276,7 @@ static lowkey_status fill_record(struct result *result, const struct lowkey_fit_
     };
     const lowkey_captures *captures = result->captures;
     unsigned char(*sha256)[32];
-    LOWKEY_TRY(
-        lowkey_pool_take(&result->pool, (size_t)captures->n_samples, sizeof *sha256, &sha256, err));
+    LOWKEY_TRY(lowkey_pool_take(&result->pool, (size_t)captures->n_samples, sizeof *sha256, &sha256, err));
     for (int s = 0; s < captures->n_samples; s++) memcpy(sha256[s], captures->samples[s].sha256, 32);
     struct lowkey_fit_record *record = &result->record;
     record->n_model_layers = captures->info->n_model_layers;

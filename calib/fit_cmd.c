@@ -169,33 +169,21 @@ static int parse_side(struct lowkey_side_options *side, enum side_option which, 
                                                                                                  NULL };
     int chosen = 0;
     switch (which) {
-    case BITS:
-        return parse_widths(option, text, side);
-    case CODEBOOK:
-        side->codebook = (enum lowkey_codebook)(chosen = choose(option, text, codebooks));
-        break;
-    case SCOPE:
-        side->scope = (enum lowkey_scope)(chosen = choose(option, text, scopes));
-        break;
-    case TOKEN_SCALE:
-        side->token_scale = (lowkey_token_scale)(chosen = choose(option, text, scales));
-        break;
+    case BITS: return parse_widths(option, text, side);
+    case CODEBOOK: side->codebook = (enum lowkey_codebook)(chosen = choose(option, text, codebooks)); break;
+    case SCOPE: side->scope = (enum lowkey_scope)(chosen = choose(option, text, scopes)); break;
+    case TOKEN_SCALE: side->token_scale = (lowkey_token_scale)(chosen = choose(option, text, scales)); break;
     case RULE_8:
         side->rule_8 = (lowkey_rule)(LOWKEY_RULE_E4M3 + (chosen = choose(option, text, rules_8)));
         break;
     case RULE_16:
         side->rule_16 = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, text, rules_16)));
         break;
-    case SCALE_BLOCK:
-        return parse_number(option, text, 0, 65536, &side->scale_block);
-    case OUTLIERS:
-        return lowkey_parse_double("fit", option, text, 0, 1, &side->outlier_fraction);
-    case OUTLIER_CAP:
-        return parse_number(option, text, 1, 65535, &side->outlier_cap);
-    case OUTLIER_PAGE:
-        return parse_number(option, text, 1, 65535, &side->outlier_page_capacity);
-    default:
-        side->qnorm = 1;
+    case SCALE_BLOCK: return parse_number(option, text, 0, 65536, &side->scale_block);
+    case OUTLIERS: return lowkey_parse_double("fit", option, text, 0, 1, &side->outlier_fraction);
+    case OUTLIER_CAP: return parse_number(option, text, 1, 65535, &side->outlier_cap);
+    case OUTLIER_PAGE: return parse_number(option, text, 1, 65535, &side->outlier_page_capacity);
+    default: side->qnorm = 1;
     }
     return chosen < 0 ? 2 : 0;
 }
@@ -214,11 +202,8 @@ static int parse_other(struct command *command, int which, const char *option)
     struct lowkey_fit_options *o = &command->options;
     int chosen = 0;
     switch (which) {
-    case OUT:
-        command->out = optarg;
-        break;
-    case PRESET:
-        break; /* taken before */
+    case OUT: command->out = optarg; break;
+    case PRESET: break; /* taken before */
     case GAIN:
         chosen = parse_sides(option, optarg, VALUES) - 1;
         for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].gain = (chosen + 1) >> s & 1;
@@ -227,34 +212,22 @@ static int parse_other(struct command *command, int which, const char *option)
         chosen = parse_sides(option, optarg, KEYS) - 1;
         for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].feedback = (chosen + 1) >> s & 1;
         break;
-    case DAMP:
-        return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
-    case SAMPLES:
-        return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
-    case SINKS:
-        return parse_number(option, optarg, 0, 64, &o->n_sinks);
+    case DAMP: return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
+    case SAMPLES: return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
+    case SINKS: return parse_number(option, optarg, 0, 64, &o->n_sinks);
     case SINK_RULE:
         o->sink_rule = (lowkey_rule)(LOWKEY_RULE_F16 + (chosen = choose(option, optarg, rules)));
         break;
     case SENSITIVITY:
         o->sensitivity = (enum lowkey_sensitivity)(chosen = choose(option, optarg, sensitivities));
         break;
-    case QUERIES:
-        return parse_number(option, optarg, 1, 1 << 20, &o->n_queries);
-    case CLIP:
-        return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_clip);
-    case FLOOR:
-        return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_floor);
-    case UNITS:
-        o->normalised_units = chosen = choose(option, optarg, units);
-        break;
-    case THREADS:
-        return parse_number(option, optarg, 1, 256, &o->n_threads);
-    case JSON:
-        command->json = 1;
-        break;
-    default:
-        return 2;
+    case QUERIES: return parse_number(option, optarg, 1, 1 << 20, &o->n_queries);
+    case CLIP: return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_clip);
+    case FLOOR: return lowkey_parse_double("fit", option, optarg, 0, 1e30, &o->weight_floor);
+    case UNITS: o->normalised_units = chosen = choose(option, optarg, units); break;
+    case THREADS: return parse_number(option, optarg, 1, 256, &o->n_threads);
+    case JSON: command->json = 1; break;
+    default: return 2;
     }
     return chosen < 0 ? 2 : 0;
 }

@@ -68,7 +68,8 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
     if (side->token_scale == LOWKEY_SCALE_NONE && side->scale_block != 0)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a scale block belongs to a token scale", name);
     if (side->outlier_fraction == 0 && (side->outlier_cap != 0 || side->outlier_page_capacity != 0))
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a cap or a page of outliers belongs to a fraction of outliers", name);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: a cap or a page of outliers belongs to a fraction of outliers", name);
     if (!any_packed && side->outlier_fraction > 0)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: 16 bits have no outliers", name);
     if (!any_table && (side->gain || side->qnorm))

@@ -38,8 +38,7 @@ static lowkey_status find(struct lowkey_side_fit *fit, struct lowkey_grids *grid
                           lowkey_error *err)
 {
     const lowkey_layer_desc *geometry = &fit->captures->info->layers[fit->layer];
-    const size_t other = (size_t)fit->n_heads *
-                         (size_t)lowkey_side_head_dim(geometry, !fit->which);
+    const size_t other = (size_t)fit->n_heads * (size_t)lowkey_side_head_dim(geometry, !fit->which);
     uint8_t *bits, *other_bits;
     float *table, *boundary, *lower, *upper, *zeros;
     LOWKEY_TRY(lowkey_pool_take(pool, fit->n_channels, 1, &bits, err));

@@ -159,7 +159,8 @@ lowkey_status lowkey_moments_run(const struct lowkey_pack_pass *pass, struct low
     mine.fold = fold;
     mine.user = moments;
     mine.sums_bytes = channels_bytes(moments) + histogram_bytes(moments) +
-                      LOWKEY_PAGE_SLOTS * ((size_t)pass->side->head_dim * sizeof(float) + (size_t)moments->n_channels);
+                      LOWKEY_PAGE_SLOTS *
+                          ((size_t)pass->side->head_dim * sizeof(float) + (size_t)moments->n_channels);
     return lowkey_pack_pass(&mine, &moments->counts, err);
 }
 

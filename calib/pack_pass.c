@@ -24,7 +24,8 @@ struct run {
  * on files. */
 static int64_t run_tokens(const struct lowkey_side *side)
 {
-    const int64_t page = LOWKEY_PAGE_SLOTS, fit = (INT64_C(8) << 20) / ((int64_t)side->n_heads * side->head_dim) / page * page;
+    const int64_t page = LOWKEY_PAGE_SLOTS,
+                  fit = (INT64_C(8) << 20) / ((int64_t)side->n_heads * side->head_dim) / page * page;
     return fit < page ? page : fit > 1024 ? 1024 : fit;
 }
 

@@ -86,7 +86,8 @@ static void lay_outliers(struct lowkey_side_fit *fit, int has_any_coded)
     if (!(side->outlier_fraction > 0) || !has_any_coded) return;
     const double expected = side->outlier_fraction * C;
     desc->outlier_rule = side->token_scale == LOWKEY_SCALE_NONE ? LOWKEY_OUTLIER_LIMIT : LOWKEY_OUTLIER_RANK;
-    int cap = (int)fmin(ceil(4 * expected), C), capacity = (int)fmin(ceil(1.5 * LOWKEY_PAGE_TOKENS * expected) + 8, UINT16_MAX);
+    int cap = (int)fmin(ceil(4 * expected), C),
+        capacity = (int)fmin(ceil(1.5 * LOWKEY_PAGE_TOKENS * expected) + 8, UINT16_MAX);
     if (desc->outlier_rule == LOWKEY_OUTLIER_RANK) {
         desc->outlier_rank = lowkey_outlier_rank(C, side->outlier_fraction);
         cap = 2 * desc->outlier_rank;

@@ -94,7 +94,7 @@ static int parse(int argc, char **argv, struct options *options)
     if (!options->model || !options->tokens || !options->out)
         return lowkey_command_usage("capture", "--model, --tokens and --out are needed");
     return lowkey_check_output("capture", "--out", options->out, 2,
-                               (const char *const[]){ options->model, options->tokens });
+                               (const char *const[]) { options->model, options->tokens });
 }
 
 /* --samples and --layers, which need the files: fills request; 0 good, else the complaint is printed and 2 returned. */

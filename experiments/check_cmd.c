@@ -58,7 +58,8 @@ static void check_apart(const char *path, struct verdict *verdict)
                                      (m < 0 && errno == EINTR));)
             n += m > 0 ? (size_t)m : 0;
         close(ends[0]);
-        while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+        while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+        }
     }
     if (child < 0 && ends[0] >= 0) close(ends[0]), close(ends[1]);
     if (n == sizeof *verdict) return;
@@ -73,8 +74,10 @@ static int check_file(const char *path, json_t *results)
     struct verdict verdict;
     check_apart(path, &verdict);
     const int good = verdict.status == LOWKEY_OK;
-    if (!good) lowkey_command_failed("check", &verdict.err);
-    else if (!results) printf("%s: good: %s\n", path, verdict.summary);
+    if (!good)
+        lowkey_command_failed("check", &verdict.err);
+    else if (!results)
+        printf("%s: good: %s\n", path, verdict.summary);
     if (results)
         json_array_append_new(
             results, json_pack("{s:o, s:b, s:o}", "file", lowkey_json_text(path), "good", good, "message",

@@ -23,10 +23,14 @@ static void print_integer(int64_t value, char text[CELL])
 
 static const char *print_value(const json_t *value, char text[CELL])
 {
-    if (json_is_integer(value)) print_integer(json_integer_value(value), text);
-    else if (json_is_real(value)) snprintf(text, CELL, "%.4g", json_real_value(value));
-    else if (json_is_boolean(value)) snprintf(text, CELL, "%s", json_is_true(value) ? "yes" : "no");
-    else snprintf(text, CELL, "%s", json_is_string(value) ? json_string_value(value) : "-");
+    if (json_is_integer(value))
+        print_integer(json_integer_value(value), text);
+    else if (json_is_real(value))
+        snprintf(text, CELL, "%.4g", json_real_value(value));
+    else if (json_is_boolean(value))
+        snprintf(text, CELL, "%s", json_is_true(value) ? "yes" : "no");
+    else
+        snprintf(text, CELL, "%s", json_is_string(value) ? json_string_value(value) : "-");
     return text;
 }
 
@@ -60,7 +64,8 @@ static int same_but_first(json_t *a, json_t *b)
 {
     const char *first = json_object_iter_key(json_object_iter(a)), *key;
     json_t *value;
-    json_object_foreach(a, key, value) {
+    json_object_foreach(a, key, value)
+    {
         if (strcmp(key, first) != 0 && !json_equal(value, json_object_get(b, key))) return 0;
     }
     return 1;
@@ -120,7 +125,8 @@ static struct columns choose_columns(json_t *table)
     const char *key;
     json_t *value;
     char text[CELL];
-    json_object_foreach(json_array_get(table, 0), key, value) {
+    json_object_foreach(json_array_get(table, 0), key, value)
+    {
         if (columns.n == MAX_COLUMNS || (columns.n > 0 && is_common(table, key))) continue;
         int width = width_of(print_key(key, text));
         for (size_t first = 0; first < json_array_size(table); first = last_alike(table, first) + 1) {
@@ -138,7 +144,8 @@ static void print_common(json_t *table, const struct columns *columns)
     const char *key, *before = "  all: ";
     json_t *value;
     char name[CELL], text[CELL];
-    json_object_foreach(json_array_get(table, 0), key, value) {
+    json_object_foreach(json_array_get(table, 0), key, value)
+    {
         int shown = 0;
         for (int i = 0; i < columns->n; i++) shown |= columns->keys[i] == key;
         if (shown) continue;
@@ -208,9 +215,11 @@ static void print_values(const json_t *object, const char *prefix)
     const char *key;
     json_t *value;
     char name[CELL], text[CELL], label[2 * CELL];
-    json_object_foreach((json_t *)(uintptr_t)object, key, value) {
+    json_object_foreach((json_t *)(uintptr_t)object, key, value)
+    {
         if (json_is_array(value)) continue;
-        snprintf(label, sizeof label, "%s%s%s", prefix, print_key(key, name), json_is_object(value) ? " " : "");
+        snprintf(label, sizeof label, "%s%s%s", prefix, print_key(key, name),
+                 json_is_object(value) ? " " : "");
         if (json_is_object(value)) {
             print_values(value, label);
             continue;
@@ -225,7 +234,8 @@ void lowkey_print_description(const json_t *description)
     const char *key;
     json_t *value;
     print_values(description, "");
-    json_object_foreach((json_t *)(uintptr_t)description, key, value) {
+    json_object_foreach((json_t *)(uintptr_t)description, key, value)
+    {
         if (json_is_array(value)) print_table(value);
     }
 }

@@ -63,16 +63,12 @@ static int parse(int argc, char **argv, struct settings *settings)
     optind = 0; /* a fresh scan: getopt is a global */
     for (int option; !bad && (option = lowkey_next_option("error", argc, argv, names, NULL)) != -1;) {
         switch (option) {
-        case ACTIVATIONS:
-            options->activations = optarg;
-            break;
+        case ACTIVATIONS: options->activations = optarg; break;
         case SAMPLES:
             bad = lowkey_parse_range("error", "--samples", optarg, &options->first_sample,
                                      &options->end_sample);
             break;
-        case QUERIES:
-            bad = lowkey_parse_int("error", "--queries", optarg, 1, 1 << 24, &queries);
-            break;
+        case QUERIES: bad = lowkey_parse_int("error", "--queries", optarg, 1, 1 << 24, &queries); break;
         case LAYERS:
             free(settings->layers);
             bad = lowkey_parse_list("error", "--layers", optarg, &settings->layers, &options->n_layers);
@@ -80,23 +76,12 @@ static int parse(int argc, char **argv, struct settings *settings)
         case PER_LAYER:
             if (settings->detail < LOWKEY_DAMAGE_PER_LAYER) settings->detail = LOWKEY_DAMAGE_PER_LAYER;
             break;
-        case PER_HEAD:
-            settings->detail = LOWKEY_DAMAGE_PER_HEAD;
-            break;
-        case JSON:
-            settings->json = 1;
-            break;
-        case CSV:
-            settings->csv = optarg;
-            break;
-        case THREADS:
-            bad = lowkey_parse_int("error", "--threads", optarg, 1, 1024, &threads);
-            break;
-        case HELP:
-            fputs(usage, stdout);
-            return -1;
-        default:
-            return 2;
+        case PER_HEAD: settings->detail = LOWKEY_DAMAGE_PER_HEAD; break;
+        case JSON: settings->json = 1; break;
+        case CSV: settings->csv = optarg; break;
+        case THREADS: bad = lowkey_parse_int("error", "--threads", optarg, 1, 1024, &threads); break;
+        case HELP: fputs(usage, stdout); return -1;
+        default: return 2;
         }
     }
     if (bad) return bad;

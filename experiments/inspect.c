@@ -49,9 +49,12 @@ json_t *lowkey_describe_geometry(const lowkey_layer_desc *layer)
     char rope[64];
     const double theta = rope_theta(layer);
     const char *pairing = lowkey_pairing_name(layer->rope_pairing);
-    if (layer->rope_dims == 0) snprintf(rope, sizeof rope, "none");
-    else if (theta > 0) snprintf(rope, sizeof rope, "%d %s, theta %.6g", layer->rope_dims, pairing, theta);
-    else snprintf(rope, sizeof rope, "%d %s, scaled", layer->rope_dims, pairing);
+    if (layer->rope_dims == 0)
+        snprintf(rope, sizeof rope, "none");
+    else if (theta > 0)
+        snprintf(rope, sizeof rope, "%d %s, theta %.6g", layer->rope_dims, pairing, theta);
+    else
+        snprintf(rope, sizeof rope, "%d %s, scaled", layer->rope_dims, pairing);
     return json_pack("{s:i, s:i, s:i, s:i, s:i, s:f, s:s, s:f}", "layer", layer->index, "q_heads",
                      layer->n_q_heads, "kv_heads", layer->n_kv_heads, "key_head_dim", layer->key_head_dim,
                      "value_head_dim", layer->value_head_dim, "logit_scale", layer->logit_scale, "rope", rope,
@@ -182,7 +185,9 @@ lowkey_status lowkey_file_describe(const char *path, json_t **out, lowkey_error 
         const char *schema;
         lowkey_status (*describe)(const char *path, json_t *to, lowkey_error *err);
     } describers[] = {
-        { "model", describe_model }, { "tokens", describe_tokens }, { "activations", describe_activations },
+        { "model", describe_model },
+        { "tokens", describe_tokens },
+        { "activations", describe_activations },
         { "quantizer", lowkey_describe_quantizer },
     };
     lowkey_h5 *file;
@@ -207,7 +212,9 @@ lowkey_status lowkey_file_describe(const char *path, json_t **out, lowkey_error 
     set(to, "created_by", json_string(created_by));
     free(created_by);
     const lowkey_status described = describers[i].describe(path, to, err);
-    if (described) json_decref(to);
-    else *out = to;
+    if (described)
+        json_decref(to);
+    else
+        *out = to;
     return described;
 }

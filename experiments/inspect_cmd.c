@@ -39,8 +39,10 @@ int lowkey_inspect_cmd(int argc, char **argv)
     if (optind != argc - 1)
         return lowkey_command_usage("inspect", optind == argc ? "which file?" : "one file at a time");
     if (lowkey_file_describe(argv[optind], &description, &err)) return lowkey_command_failed("inspect", &err);
-    if (json) json_dumpf(description, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)), putchar('\n');
-    else lowkey_print_description(description);
+    if (json)
+        json_dumpf(description, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)), putchar('\n');
+    else
+        lowkey_print_description(description);
     json_decref(description);
     return 0;
 }

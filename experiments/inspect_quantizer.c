@@ -54,7 +54,8 @@ static void print_table(const lowkey_side_desc *side, const struct lowkey_side_r
 
 static void print_token_scale(const lowkey_side_desc *side, char *text, size_t size)
 {
-    if (side->token_scale == LOWKEY_SCALE_NONE) snprintf(text, size, "none");
+    if (side->token_scale == LOWKEY_SCALE_NONE)
+        snprintf(text, size, "none");
     else
         snprintf(text, size, "%s per %d channels", side->token_scale == LOWKEY_SCALE_F16 ? "f16" : "f32",
                  side->scale_block);
@@ -62,7 +63,8 @@ static void print_token_scale(const lowkey_side_desc *side, char *text, size_t s
 
 static void print_outliers(const lowkey_side_desc *side, char *text, size_t size)
 {
-    if (side->outlier_rule == LOWKEY_OUTLIER_NONE) snprintf(text, size, "none");
+    if (side->outlier_rule == LOWKEY_OUTLIER_NONE)
+        snprintf(text, size, "none");
     else if (side->outlier_rule == LOWKEY_OUTLIER_LIMIT)
         snprintf(text, size, "limit, %d a token, %d a page", side->outlier_cap, side->outlier_page_capacity);
     else
@@ -75,8 +77,10 @@ static void print_corrections(const lowkey_side_desc *side, const struct lowkey_
 {
     snprintf(text, size, "%s%s%s", side->factor ? "feedback " : "", report->gain_corrected ? "gain " : "",
              report->qnorm ? "qnorm " : "");
-    if (text[0]) text[strlen(text) - 1] = 0;
-    else snprintf(text, size, "none");
+    if (text[0])
+        text[strlen(text) - 1] = 0;
+    else
+        snprintf(text, size, "none");
 }
 
 /* "4 constant, 2 offset-heavy" channels */
@@ -124,8 +128,7 @@ static json_t *describe_side(const lowkey_layer_desc *layer, int which,
                              const struct lowkey_side_report *report)
 {
     const lowkey_side_desc *side = lowkey_side_of(layer, which);
-    const size_t n = (size_t)layer->n_kv_heads *
-                     (size_t)lowkey_side_head_dim(layer, which);
+    const size_t n = (size_t)layer->n_kv_heads * (size_t)lowkey_side_head_dim(layer, which);
     const double variance = mean(report->variance, n), elements = (double)report->n_tokens * (double)n;
     char text[160];
     json_t *to = json_pack("{s:i, s:s}", "layer", layer->index, "side", which == 0 ? "key" : "value");

@@ -14,13 +14,13 @@
 struct lowkey_activations {
     lowkey_h5 *file;
     struct lowkey_activations_info info;
-    char *model_name, *text_name;  /* these are the memory behind info */
+    char *model_name, *text_name; /* these are the memory behind info */
     int *layer_index;
     lowkey_layer_desc *layers;
     int64_t *sample_offsets;
     unsigned char (*sample_sha256)[32];
     struct {
-        int layer;                 /* number of those captured; meaningful where data is not NULL */
+        int layer; /* number of those captured; meaningful where data is not NULL */
         lowkey_h5_floats *data;
     } open[LOWKEY_N_STREAMS];
 };
@@ -124,8 +124,10 @@ lowkey_status lowkey_activations_open(const char *path, lowkey_activations **out
     if (!status) status = read_attributes(a, err);
     if (!status) status = read_samples(a, err);
     if (!status) status = read_layers(a, err);
-    if (status) lowkey_activations_close(a);
-    else *out = a;
+    if (status)
+        lowkey_activations_close(a);
+    else
+        *out = a;
     return status;
 }
 

@@ -14,12 +14,14 @@
 
 enum { CHUNK_BYTES = 128 << 10 };
 
-struct run { int64_t begin, end; };
+struct run {
+    int64_t begin, end;
+};
 
-struct stream {              /* one dataset */
+struct stream { /* one dataset */
     lowkey_h5_floats *data;
     int64_t chunk_tokens;
-    struct run *runs;        /* tokens written, rising, apart from each other */
+    struct run *runs; /* tokens written, rising, apart from each other */
     int n_runs, room;
     uint64_t checksum;
 };
@@ -32,7 +34,7 @@ struct lowkey_activations_writer {
     int64_t n_tokens;
     lowkey_layer_desc *layers; /* geometry; RoPE is not looked at */
     struct stream (*streams)[LOWKEY_N_STREAMS]; /* [n_layers] */
-    void *scratch;             /* a head's rows of one chunk, as they are stored */
+    void *scratch; /* a head's rows of one chunk, as they are stored */
 };
 
 /* ---- creating ---- */
@@ -132,8 +134,10 @@ lowkey_status lowkey_activations_create(const char *path, const struct lowkey_ac
     if (!status) status = write_root(writer->file, info, err);
     if (!status) status = lowkey_h5_put_group(writer->file, "/layers", err);
     for (int i = 0; i < info->n_layers && !status; i++) status = create_layer(writer, info, i, err);
-    if (status) lowkey_activations_abandon(writer);
-    else *out = writer;
+    if (status)
+        lowkey_activations_abandon(writer);
+    else
+        *out = writer;
     return status;
 }
 
@@ -170,7 +174,7 @@ static lowkey_status note_run(const lowkey_activations_writer *writer, struct st
         stream->room = room;
     }
     memmove(&stream->runs[at + 1], &stream->runs[at], (size_t)(stream->n_runs - at) * sizeof *stream->runs);
-    stream->runs[at] = (struct run){ first, end };
+    stream->runs[at] = (struct run) { first, end };
     stream->n_runs++;
     return LOWKEY_OK;
 }

@@ -10,9 +10,10 @@
 #include "runtime/error.h"
 
 enum {
-    MAX_CHUNK_BYTES = 1 << 28,     /* HDF5 takes memory for a whole chunk */
-    MIN_CACHE_BYTES = 1 << 20, MAX_CACHE_BYTES = 1 << 25,
-    DEFLATE_RATIO = 1100           /* deflate reaches 1032 */
+    MAX_CHUNK_BYTES = 1 << 28, /* HDF5 takes memory for a whole chunk */
+    MIN_CACHE_BYTES = 1 << 20,
+    MAX_CACHE_BYTES = 1 << 25,
+    DEFLATE_RATIO = 1100 /* deflate reaches 1032 */
 };
 
 const char *lowkey_h5_print_shape(int rank, const int64_t *dims, char text[LOWKEY_H5_SHAPE])
@@ -57,10 +58,21 @@ static lowkey_status check_shape(lowkey_h5_floats *data, const char *expected, i
 
 static const char *filter_name(H5Z_filter_t filter, const char *in_file)
 {
-    static const struct { H5Z_filter_t filter; const char *name; } known[] = {
-        { H5Z_FILTER_SZIP, "szip" }, { H5Z_FILTER_NBIT, "nbit" }, { H5Z_FILTER_SCALEOFFSET, "scaleoffset" },
-        { 307, "bzip2" }, { 32000, "lzf" }, { 32001, "blosc" }, { 32004, "lz4" }, { 32008, "bitshuffle" },
-        { 32013, "zfp" }, { 32015, "zstd" }, { 32026, "blosc2" },
+    static const struct {
+        H5Z_filter_t filter;
+        const char *name;
+    } known[] = {
+        { H5Z_FILTER_SZIP, "szip" },
+        { H5Z_FILTER_NBIT, "nbit" },
+        { H5Z_FILTER_SCALEOFFSET, "scaleoffset" },
+        { 307, "bzip2" },
+        { 32000, "lzf" },
+        { 32001, "blosc" },
+        { 32004, "lz4" },
+        { 32008, "bitshuffle" },
+        { 32013, "zfp" },
+        { 32015, "zstd" },
+        { 32026, "blosc2" },
     };
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
         if (known[i].filter == filter) return known[i].name;
@@ -210,8 +222,10 @@ lowkey_status lowkey_h5_data_open(lowkey_h5 *file, const char *dataset, int want
     if (!data) return LOWKEY_ENOMEM;
     data->flags = flags;
     const lowkey_status status = open_checked(data, want_int, rank, dims, err);
-    if (status) lowkey_h5_floats_close(data);
-    else *out = data;
+    if (status)
+        lowkey_h5_floats_close(data);
+    else
+        *out = data;
     return status;
 }
 

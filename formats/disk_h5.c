@@ -102,8 +102,10 @@ static herr_t disk_write(H5FD_t *file, H5FD_mem_t type, hid_t transfer, haddr_t 
     while (size > 0 && !*disk->error) {
         const ssize_t n = pwrite(disk->fd, from, size, (off_t)address);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) *disk->error = n < 0 ? errno : ENOSPC;
-        else from += n, address += (haddr_t)n, size -= (size_t)n;
+        if (n <= 0)
+            *disk->error = n < 0 ? errno : ENOSPC;
+        else
+            from += n, address += (haddr_t)n, size -= (size_t)n;
     }
     return 0;
 }

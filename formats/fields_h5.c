@@ -52,8 +52,7 @@ static lowkey_status read_array(lowkey_h5 *file, const struct lowkey_field *fiel
     case LOWKEY_FIELD_F16:
     case LOWKEY_FIELD_F32:
         return lowkey_h5_read_f32(file, place->path, place->rank, place->dims, LOWKEY_H5_EXACT, array, err);
-    case LOWKEY_FIELD_F64:
-        return lowkey_h5_read_f64(file, place->path, place->rank, place->dims, array, err);
+    case LOWKEY_FIELD_F64: return lowkey_h5_read_f64(file, place->path, place->rank, place->dims, array, err);
     default:
         return lowkey_h5_read_ints(file, place->path, place->rank, place->dims, field->low, field->high,
                                    array, element_bytes[field->type], err);

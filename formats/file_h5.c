@@ -147,8 +147,10 @@ lowkey_status lowkey_h5_open(const char *path, const char *schema, lowkey_h5 **o
     if (!status) status = open_hdf5(file, err);
     if (!status) status = check_schema(file, schema, err);
     if (!status) status = lowkey_h5_check_version(file, err);
-    if (status) lowkey_h5_close(file);
-    else *out = file;
+    if (status)
+        lowkey_h5_close(file);
+    else
+        *out = file;
     return status;
 }
 
@@ -285,7 +287,7 @@ lowkey_status lowkey_h5_for_each(lowkey_h5 *file, const char *group,
                                  lowkey_status (*visit)(void *arg, const char *name, lowkey_error *err),
                                  void *arg, lowkey_error *err)
 {
-    return visit_all(file, group, 0, &(struct visit){ .visit = visit, .arg = arg, .err = err });
+    return visit_all(file, group, 0, &(struct visit) { .visit = visit, .arg = arg, .err = err });
 }
 
 struct allowed {

@@ -60,7 +60,8 @@ lowkey_status lowkey_geometry_check(const lowkey_layer_desc *layer, lowkey_error
 {
     const int l = layer->index;
     if (l < 0 || l >= LOWKEY_MAX_LAYERS)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "layer %d: expected an index from 0 to %d", l, LOWKEY_MAX_LAYERS - 1);
+        return lowkey_fail(err, LOWKEY_EFORMAT, "layer %d: expected an index from 0 to %d", l,
+                           LOWKEY_MAX_LAYERS - 1);
     if (layer->n_kv_heads < 1)
         return lowkey_fail(err, LOWKEY_EFORMAT, "layer %d: n_kv_heads: expected at least 1, found %d", l,
                            layer->n_kv_heads);

@@ -45,7 +45,7 @@ lowkey_status lowkey_h5_read_geometry(lowkey_h5 *file, int layer_index, lowkey_l
                                       lowkey_error *err)
 {
     char path[LOWKEY_H5_MAX_PATH];
-    *layer = (lowkey_layer_desc){ .struct_size = sizeof *layer, .index = layer_index };
+    *layer = (lowkey_layer_desc) { .struct_size = sizeof *layer, .index = layer_index };
     lowkey_h5_layer_path(layer_index, NULL, path);
     LOWKEY_TRY(read_attributes(file, path, layer, err));
     double *inv_freq = NULL;

@@ -65,11 +65,13 @@ struct lowkey_h5_number lowkey_h5_classify(hid_t type, char words[LOWKEY_H5_WORD
         number.is_signed = class == H5T_INTEGER && H5Tget_sign(type) == H5T_SGN_2;
         number.is_big_endian = order == H5T_ORDER_BE;
     }
-    const char *const names[] = { [LOWKEY_H5_F16] = "f16", [LOWKEY_H5_BF16] = "bf16", [LOWKEY_H5_F32] = "f32",
-                                  [LOWKEY_H5_F64] = "f64" };
+    const char *const names[] = {
+        [LOWKEY_H5_F16] = "f16", [LOWKEY_H5_BF16] = "bf16", [LOWKEY_H5_F32] = "f32", [LOWKEY_H5_F64] = "f64"
+    };
     if (number.kind == LOWKEY_H5_INT)
         snprintf(words, LOWKEY_H5_WORDS, "%sint%d", number.is_signed ? "" : "u", 8 * number.bytes);
-    else if (number.kind != LOWKEY_H5_OTHER) snprintf(words, LOWKEY_H5_WORDS, "%s", names[number.kind]);
+    else if (number.kind != LOWKEY_H5_OTHER)
+        snprintf(words, LOWKEY_H5_WORDS, "%s", names[number.kind]);
     else
         snprintf(words, LOWKEY_H5_WORDS, "%s of %zu bytes in a layout unknown here", class_words(class),
                  bytes);

@@ -10,14 +10,16 @@ size_t lowkey_page_layout(int head_dim, const uint8_t *bits, const uint16_t *ord
 {
     for (int r = 0; r < head_dim; r++) {
         const int b = bits[order[r]];
-        rows[r] = (struct lowkey_row){ .channel = order[r], .bits = (uint8_t)b, .wide_bits = (uint8_t)lowkey_wide_bits(b) };
+        rows[r] = (struct lowkey_row) { .channel = order[r],
+                                        .bits = (uint8_t)b,
+                                        .wide_bits = (uint8_t)lowkey_wide_bits(b) };
     }
     uint32_t offset = 0;
     for (int plane = 16; plane >= 1; plane /= 2) {
         for (int r = 0; r < head_dim; r++) {
-            uint32_t *place = rows[r].wide_bits == plane                        ? &rows[r].wide_offset
+            uint32_t *place = rows[r].wide_bits == plane                       ? &rows[r].wide_offset
                               : plane == 1 && lowkey_has_top_bit(rows[r].bits) ? &rows[r].top_offset
-                                                                                : NULL;
+                                                                               : NULL;
             if (!place) continue;
             *place = offset;
             offset += (uint32_t)lowkey_row_bytes(plane);

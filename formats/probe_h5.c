@@ -87,7 +87,8 @@ lowkey_status lowkey_h5_probe(const char *path, lowkey_error *err)
     const pid_t child = fork();
     if (child < 0) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no process to look at it", path);
     if (child == 0) be_child(path);
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
     if (status == 0) return LOWKEY_OK;
     if (WIFEXITED(status) && WEXITSTATUS(status) == TOO_MUCH_MEMORY)
         return lowkey_fail(err, LOWKEY_EFORMAT,

@@ -236,8 +236,8 @@ static lowkey_status check_ranges(const struct subject *s)
                                   side->bits[c] == 8 ? "> 0" : "1", side->bits[c],
                                   (double)side->rule_scale[c]);
         if (side->bits[c] == 8 && !isfinite(side->rule_scale[c] * largest))
-            return refuse_channel(s, "rule_scale", c, "expected a finite number times %g, found %.9g", (double)largest,
-                                  (double)side->rule_scale[c]);
+            return refuse_channel(s, "rule_scale", c, "expected a finite number times %g, found %.9g",
+                                  (double)largest, (double)side->rule_scale[c]);
     }
     return LOWKEY_OK;
 }

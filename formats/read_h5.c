@@ -165,7 +165,8 @@ lowkey_status lowkey_h5_read_new_f32(lowkey_h5 *file, const char *dataset, int r
     if (!*out)
         status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: %s: no memory for %zu bytes", file->path, dataset,
                              bytes);
-    else status = lowkey_h5_floats_read(data, origin, data->dims, *out, err);
+    else
+        status = lowkey_h5_floats_read(data, origin, data->dims, *out, err);
     lowkey_h5_floats_close(data);
     if (status) free(*out), *out = NULL;
     return status;

@@ -59,8 +59,10 @@ lowkey_status lowkey_tokens_open(const char *path, lowkey_tokens **out, lowkey_e
     if (!status) status = read_attributes(file, tokens, err);
     if (!status) status = read_datasets(file, tokens, err);
     lowkey_h5_close(file);
-    if (status) lowkey_tokens_free(tokens);
-    else *out = tokens;
+    if (status)
+        lowkey_tokens_free(tokens);
+    else
+        *out = tokens;
     return status;
 }
 

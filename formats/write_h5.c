@@ -77,8 +77,10 @@ lowkey_status lowkey_h5_create(const char *path, const char *schema, lowkey_h5 *
     if (!status) status = lowkey_h5_put_string(file, "/", "schema", schema, err);
     if (!status) status = lowkey_h5_put_version(file, err);
     if (!status) status = lowkey_h5_put_string(file, "/", "created_by", created_by, err);
-    if (status) lowkey_h5_abandon(file);
-    else *out = file;
+    if (status)
+        lowkey_h5_abandon(file);
+    else
+        *out = file;
     return status;
 }
 
@@ -225,7 +227,8 @@ lowkey_status lowkey_h5_write_ints(lowkey_h5 *file, const char *dataset, int ran
     const hid_t type = element_bytes == 1   ? is_signed ? H5T_STD_I8LE : H5T_STD_U8LE
                        : element_bytes == 2 ? is_signed ? H5T_STD_I16LE : H5T_STD_U16LE
                        : element_bytes == 4 ? is_signed ? H5T_STD_I32LE : H5T_STD_U32LE
-                                            : is_signed ? H5T_STD_I64LE : H5T_STD_U64LE;
+                       : is_signed          ? H5T_STD_I64LE
+                                            : H5T_STD_U64LE;
     return write_dataset(file, dataset, rank, dims, type, values, err);
 }
 
@@ -259,8 +262,10 @@ lowkey_status lowkey_h5_floats_create(lowkey_h5 *file, const char *dataset, int 
     data->type = float_type(dtype);
     data->id = create_dataset(file, dataset, rank, dims, chunk, data->type);
     const lowkey_status status = check_written(file, dataset, data->id >= 0, err);
-    if (status) lowkey_h5_floats_close(data);
-    else *out = data;
+    if (status)
+        lowkey_h5_floats_close(data);
+    else
+        *out = data;
     return status;
 }
 

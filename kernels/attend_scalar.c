@@ -20,8 +20,10 @@ static struct scratch take_scratch(struct lowkey_block *block, int key_head_dim,
 {
     struct scratch scratch;
     scratch.keys = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)key_head_dim, sizeof *scratch.keys);
-    scratch.turned = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)key_head_dim, sizeof *scratch.turned);
-    scratch.values = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)value_head_dim, sizeof *scratch.values);
+    scratch.turned = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)key_head_dim,
+                                       sizeof *scratch.turned);
+    scratch.values = lowkey_block_take(block, LOWKEY_PAGE_SLOTS * (size_t)value_head_dim,
+                                       sizeof *scratch.values);
     scratch.scores = lowkey_block_take(block, LOWKEY_PAGE_SLOTS, sizeof *scratch.scores);
     scratch.out = lowkey_block_take(block, (size_t)value_head_dim, sizeof *scratch.out);
     return scratch;
@@ -109,7 +111,8 @@ static void attend_row(const struct lowkey_attend_page_args *args, const float *
 void lowkey_attend_page_scalar(const struct lowkey_attend_page_args *args)
 {
     const int key_dim = args->key->head_dim, value_dim = args->value->head_dim;
-    const struct scratch scratch = take_scratch(&(struct lowkey_block) { .base = args->scratch }, key_dim, value_dim);
+    const struct scratch scratch = take_scratch(&(struct lowkey_block) { .base = args->scratch }, key_dim,
+                                                value_dim);
     int n_slots = 0; /* that any row sees */
     for (int j = 0; j < args->n_rows; j++)
         if (args->n_visible[j] > n_slots) n_slots = args->n_visible[j];

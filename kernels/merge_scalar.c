@@ -21,7 +21,8 @@ void lowkey_merge_scalar(int n_rows, int value_head_dim, struct lowkey_state int
         const float part = into.sum[j] * expf(into.max[j] - max),
                     other_part = from.sum[j] * expf(from.max[j] - max);
         const float sum = part + other_part, share = part / sum, other_share = other_part / sum;
-        for (int c = 0; c < value_head_dim; c++) out[c] = lowkey_within_f32(share * out[c] + other_share * other[c]);
+        for (int c = 0; c < value_head_dim; c++)
+            out[c] = lowkey_within_f32(share * out[c] + other_share * other[c]);
         into.max[j] = max;
         into.sum[j] = sum;
     }

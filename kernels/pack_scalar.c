@@ -10,7 +10,8 @@
 #include "kernels/element.h"
 #include "kernels/kernels.h"
 
-enum mark { ORDINARY, UNSTORED, STORED }; /* UNSTORED: an outlier by rank without room, outside of the range still */
+/* UNSTORED: an outlier by rank without room; it stays outside of the token's range. */
+enum mark { ORDINARY, UNSTORED, STORED };
 
 struct pick { /* a candidate outlier */
     float key;
@@ -119,7 +120,8 @@ static void mark_outliers(const struct lowkey_pack_args *args, int first, const 
 }
 
 /* Step 2, its end: halve the scale at i while an entry times it could be too large for f32. */
-static void limit_scale(const struct lowkey_side *side, uint8_t *scales, float zero, size_t i, uint64_t *n_saturated)
+static void limit_scale(const struct lowkey_side *side, uint8_t *scales, float zero, size_t i,
+                        uint64_t *n_saturated)
 {
     float scale = lowkey_get_scale(scales, side->token_scale, i);
     for (int n = 0; !isfinite(fabsf(zero) + scale * side->largest_entry); n++) {
@@ -145,7 +147,8 @@ static void put_scales(const struct lowkey_pack_args *args, int slot, const stru
         const float zero = is_empty ? 0 : 0.5f * high + 0.5f * low;
         const float scale = is_empty ? 0 : 0.5f * high - 0.5f * low;
         const size_t i = (size_t)slot * (size_t)side->n_blocks + (size_t)b;
-        uint8_t *scales = args->side_page + side->layout.scale_offset, *zeros = args->side_page + side->layout.zero_offset;
+        uint8_t *scales = args->side_page + side->layout.scale_offset,
+                *zeros = args->side_page + side->layout.zero_offset;
         lowkey_put_scale(scales, side->token_scale, i, scale, &args->counts->saturated);
         lowkey_put_scale(zeros, side->token_scale, i, zero, &args->counts->saturated);
         limit_scale(side, scales, lowkey_get_scale(zeros, side->token_scale, i), i, &args->counts->saturated);

@@ -30,7 +30,8 @@ static void put_sinks(const struct append *append, const struct piece *piece, in
         for (int h = 0; h < side->n_heads; h++) {
             lowkey_rows_read(&append->rows[which], piece->row + i, h, D, lane->rows);
             for (int c = 0; c < D; c++)
-                sink[h * D + c] = lowkey_encode_16(cache->desc->sink_rule, lane->rows[c], &lane->counts.saturated);
+                sink[h * D + c] = lowkey_encode_16(cache->desc->sink_rule, lane->rows[c],
+                                                   &lane->counts.saturated);
         }
     }
 }

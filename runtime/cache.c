@@ -153,7 +153,8 @@ static lowkey_status check_config(const lowkey_cache_config *config, lowkey_erro
                            "cache config: max_tokens: expected at least 1, or 0 for all pages, found %d",
                            config->max_tokens);
     if (config->reserved != 0)
-        return lowkey_fail(err, LOWKEY_EINVAL, "cache config: reserved: expected 0, found %d", config->reserved);
+        return lowkey_fail(err, LOWKEY_EINVAL, "cache config: reserved: expected 0, found %d",
+                           config->reserved);
     return LOWKEY_OK;
 }
 

@@ -21,10 +21,14 @@ lowkey_status lowkey_fail(lowkey_error *err, lowkey_status status, const char *f
 const char *lowkey_status_name(lowkey_status status)
 {
     static const char *const names[] = {
-        [LOWKEY_OK] = "LOWKEY_OK",           [LOWKEY_EINVAL] = "LOWKEY_EINVAL",
-        [LOWKEY_ENOMEM] = "LOWKEY_ENOMEM",   [LOWKEY_EIO] = "LOWKEY_EIO",
-        [LOWKEY_EFORMAT] = "LOWKEY_EFORMAT", [LOWKEY_EUNSUPPORTED] = "LOWKEY_EUNSUPPORTED",
-        [LOWKEY_EFULL] = "LOWKEY_EFULL",     [LOWKEY_EDEVICE] = "LOWKEY_EDEVICE",
+        [LOWKEY_OK] = "LOWKEY_OK",
+        [LOWKEY_EINVAL] = "LOWKEY_EINVAL",
+        [LOWKEY_ENOMEM] = "LOWKEY_ENOMEM",
+        [LOWKEY_EIO] = "LOWKEY_EIO",
+        [LOWKEY_EFORMAT] = "LOWKEY_EFORMAT",
+        [LOWKEY_EUNSUPPORTED] = "LOWKEY_EUNSUPPORTED",
+        [LOWKEY_EFULL] = "LOWKEY_EFULL",
+        [LOWKEY_EDEVICE] = "LOWKEY_EDEVICE",
         [LOWKEY_ECANCELLED] = "LOWKEY_ECANCELLED",
     };
     const unsigned i = (unsigned)status;

@@ -11,7 +11,8 @@ static void read_sinks(const lowkey_cache *cache, const struct lowkey_store *sto
     for (int i = 0; i < n; i++) {
         const uint16_t *sink = lowkey_store_sink(cache, store, side, sequence, first + i);
         for (int g = 0; g < n_channels; g++)
-            out[(size_t)i * (size_t)n_channels + (size_t)g] = lowkey_decode_16(cache->desc->sink_rule, sink[g]);
+            out[(size_t)i * (size_t)n_channels + (size_t)g] = lowkey_decode_16(cache->desc->sink_rule,
+                                                                               sink[g]);
     }
 }
 

@@ -18,8 +18,9 @@ lowkey_status lowkey_rows_check(lowkey_rows *rows, struct lowkey_rows_shape shap
                            (long long)shape.n_tokens);
     const size_t element = rows->dtype == LOWKEY_F32 ? sizeof(float) : sizeof(uint16_t);
     if ((uintptr_t)rows->data % element)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: data: expected an address that is a multiple of %zu, found %p", what,
-                           element, rows->data);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: data: expected an address that is a multiple of %zu, found %p", what, element,
+                           rows->data);
     if (rows->token_stride == 0 && rows->head_stride == 0) {
         rows->head_stride = shape.head_dim;
         rows->token_stride = (ptrdiff_t)shape.n_heads * shape.head_dim;

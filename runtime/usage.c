@@ -71,7 +71,8 @@ static void answer(const lowkey_cache *cache, uint64_t n_pages, uint64_t n_seque
 static lowkey_status check_usage(const char *function, const lowkey_cache_usage *usage, lowkey_error *err)
 {
     if (!usage || usage->struct_size < sizeof usage->struct_size || usage->struct_size > 1 << 16)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: usage: struct_size: expected the struct's size, found %zu", function,
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: usage: struct_size: expected the struct's size, found %zu", function,
                            usage ? usage->struct_size : 0);
     return LOWKEY_OK;
 }
@@ -96,13 +97,14 @@ lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage
     }
     for (int s = 0; s < cache->max_sequences; s++) n_sequences += cache->n_blocks[s] > 0;
     usage.codes_bytes = (bits + 7) / 8;
-    answer(cache, (uint64_t)(cache->n_pages - cache->n_free), n_sequences, cache->fixed.bytes, cache->store.bytes,
-           usage, out);
+    answer(cache, (uint64_t)(cache->n_pages - cache->n_free), n_sequences, cache->fixed.bytes,
+           cache->store.bytes, usage, out);
     return LOWKEY_OK;
 }
 
 lowkey_status lowkey_cache_estimate(const lowkey_quantizer *quantizer, const lowkey_cache_config *config,
-                                    int n_sequences, int tokens_each, lowkey_cache_usage *out, lowkey_error *err)
+                                    int n_sequences, int tokens_each, lowkey_cache_usage *out,
+                                    lowkey_error *err)
 {
     if (!quantizer || !config)
         return lowkey_fail(err, LOWKEY_EINVAL, "lowkey_cache_estimate: %s is NULL",
@@ -111,24 +113,27 @@ lowkey_status lowkey_cache_estimate(const lowkey_quantizer *quantizer, const low
     struct lowkey_cache cache;
     LOWKEY_TRY(lowkey_cache_plan(quantizer, config, &cache, err));
     if (n_sequences < 0 || n_sequences > cache.max_sequences || tokens_each < 0)
-        return lowkey_fail(err, LOWKEY_EINVAL,
-                           "lowkey_cache_estimate: expected 0 to %d sequences of 0 or more tokens, found %d of %d",
-                           cache.max_sequences, n_sequences, tokens_each);
+        return lowkey_fail(
+            err, LOWKEY_EINVAL,
+            "lowkey_cache_estimate: expected 0 to %d sequences of 0 or more tokens, found %d of %d",
+            cache.max_sequences, n_sequences, tokens_each);
     const int64_t n_blocks = lowkey_pages_of(tokens_each);
     if (n_sequences > 0 && (tokens_each > cache.max_tokens || n_blocks * n_sequences > cache.n_pages))
-        return lowkey_fail(err, LOWKEY_EFULL,
-                           "lowkey_cache_estimate: %d sequences of %d tokens are over the limit of %d tokens and %d pages",
-                           n_sequences, tokens_each, cache.max_tokens, cache.n_pages);
+        return lowkey_fail(
+            err, LOWKEY_EFULL,
+            "lowkey_cache_estimate: %d sequences of %d tokens are over the limit of %d tokens and %d pages",
+            n_sequences, tokens_each, cache.max_tokens, cache.n_pages);
     if (cache.fixed.overflow || cache.store.overflow)
-        return lowkey_fail(err, LOWKEY_ENOMEM, "lowkey_cache_estimate: such a cache is more memory than can be addressed");
+        return lowkey_fail(err, LOWKEY_ENOMEM,
+                           "lowkey_cache_estimate: such a cache is more memory than can be addressed");
     lowkey_cache_usage usage = { 0 };
     uint64_t bits = 0;
     for (int i = 0; i < 2 * cache.desc->n_layers; i++)
         for (int s = 0; s < n_sequences; s++)
-            add_side(&lowkey_quantizer_layer_at(quantizer, i / 2)->side[i % 2], cache.desc->n_sink_tokens, tokens_each,
-                     &usage, &bits);
+            add_side(&lowkey_quantizer_layer_at(quantizer, i / 2)->side[i % 2], cache.desc->n_sink_tokens,
+                     tokens_each, &usage, &bits);
     usage.codes_bytes = (bits + 7) / 8;
-    answer(&cache, (uint64_t)(n_blocks * n_sequences), tokens_each > 0 ? (uint64_t)n_sequences : 0, cache.fixed.used,
-           cache.store.used, usage, out);
+    answer(&cache, (uint64_t)(n_blocks * n_sequences), tokens_each > 0 ? (uint64_t)n_sequences : 0,
+           cache.fixed.used, cache.store.used, usage, out);
     return LOWKEY_OK;
 }

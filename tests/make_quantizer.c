@@ -85,8 +85,8 @@ static void make_channel(struct lowkey_random *random, const struct lowkey_side_
         n_used = 1;
     else if (choice->few_entries && lowkey_random_below(random, 3) == 0)
         n_used = 1 + lowkey_random_below(random, n_used);
-    make_table(random, n_used, n_table, center, a->exponent[c] + (is_scaled ? 0 : spread), a->table + c * (size_t)n_table,
-               a->boundary + c * (size_t)(n_table - 1));
+    make_table(random, n_used, n_table, center, a->exponent[c] + (is_scaled ? 0 : spread),
+               a->table + c * (size_t)n_table, a->boundary + c * (size_t)(n_table - 1));
     a->n_entries[c] = (uint8_t)n_used;
     if (is_constant && !is_scaled) a->lower[c] = a->upper[c] = a->table[c * (size_t)n_table];
 }
@@ -237,7 +237,8 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
     lowkey_quantizer *quantizer = NULL;
     lowkey_error err = { 0 };
     const lowkey_status status = lowkey_quantizer_create(&desc, allocator, &quantizer, &err);
-    for (int i = 0; i < n_layers; i++) lowkey_test_side_free(&layers[i].key), lowkey_test_side_free(&layers[i].value);
+    for (int i = 0; i < n_layers; i++)
+        lowkey_test_side_free(&layers[i].key), lowkey_test_side_free(&layers[i].value);
     free(layers);
     if (status != LOWKEY_OK) fail_msg("%s", err.message);
     return quantizer;

@@ -158,7 +158,8 @@ static void find_scales(const lowkey_side_desc *side, int n, const float *x, con
             if (fabsf(zero) + product <= FLT_MAX) break;
             token->saturated += halvings == 0;
             scale = scale / 2;
-            if (side->token_scale == LOWKEY_SCALE_F16) scale = (float)rounded((double)scale, &F16, &token->saturated);
+            if (side->token_scale == LOWKEY_SCALE_F16)
+                scale = (float)rounded((double)scale, &F16, &token->saturated);
         }
         token->zeros[b] = zero, token->scales[b] = scale;
     }

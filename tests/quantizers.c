@@ -37,13 +37,16 @@ static void make_channel(int bits, int n_table, struct lowkey_random *random, fl
                          uint8_t *n_entries, float *center, int16_t *exponent, float *lower, float *upper)
 {
     *exponent = (int16_t)(lowkey_random_below(random, 40) - 30);
-    *center = lowkey_random_below(random, 3) ? 0.0f : ldexpf((float)(lowkey_random_below(random, 2001) - 1000), *exponent);
+    *center = lowkey_random_below(random, 3)
+                  ? 0.0f
+                  : ldexpf((float)(lowkey_random_below(random, 2001) - 1000), *exponent);
     *lower = *center - ldexpf(40, *exponent), *upper = *center + ldexpf(44, *exponent);
     if (bits > 5) {
         for (int k = 0; k + 1 < n_table; k++) boundary[k] = FLT_MAX;
         return;
     }
-    *n_entries = (uint8_t)(lowkey_random_below(random, 8) ? 1 << bits : 1 + lowkey_random_below(random, 1 << bits));
+    *n_entries = (uint8_t)(lowkey_random_below(random, 8) ? 1 << bits
+                                                          : 1 + lowkey_random_below(random, 1 << bits));
     float h = -60; /* in units of 2^exponent, within twice the range of 84 */
     for (int k = 0; k < n_table; k++) {
         if (k < *n_entries) h += 0.25f * (float)(1 + lowkey_random_below(random, 12));
@@ -55,7 +58,8 @@ static void make_channel(int bits, int n_table, struct lowkey_random *random, fl
 static void make_factor(int head_dim, float *factor, struct lowkey_random *random)
 {
     for (int i = 0; i < head_dim; i++)
-        for (int j = 0; j < i; j++) factor[i * head_dim + j] = ldexpf((float)(lowkey_random_below(random, 2001) - 1000), -11);
+        for (int j = 0; j < i; j++)
+            factor[i * head_dim + j] = ldexpf((float)(lowkey_random_below(random, 2001) - 1000), -11);
 }
 
 static lowkey_side_desc make_side(const lowkey_layer_desc *layer, int which,

@@ -30,18 +30,14 @@ double lowkey_random_normal(struct lowkey_random *random) /* Box and Muller's */
 double lowkey_random_draw(struct lowkey_random *random, enum lowkey_distribution distribution)
 {
     switch (distribution) {
-    case LOWKEY_UNIFORM:
-        return 2 * lowkey_random_uniform(random) - 1;
+    case LOWKEY_UNIFORM: return 2 * lowkey_random_uniform(random) - 1;
     case LOWKEY_HEAVY_TAILED: {
         const double x = lowkey_random_normal(random) / lowkey_random_normal(random);
         return fmax(fmin(x, 1e6), -1e6);
     }
-    case LOWKEY_CONSTANT:
-        return 0.7;
-    case LOWKEY_OUTLIERS:
-        return lowkey_random_normal(random) * (lowkey_random_below(random, 20) ? 1 : 30);
-    default:
-        return lowkey_random_normal(random);
+    case LOWKEY_CONSTANT: return 0.7;
+    case LOWKEY_OUTLIERS: return lowkey_random_normal(random) * (lowkey_random_below(random, 20) ? 1 : 30);
+    default: return lowkey_random_normal(random);
     }
 }
 

@@ -271,7 +271,9 @@ static void rows_missing_or_written_twice_are_named(void **state)
     lowkey_error err;
     lowkey_activations_writer *writer;
     static float rows[20 * MAX_ROW];
-    static const struct { int64_t first, n; int good;
+    static const struct {
+        int64_t first, n;
+        int good;
     } writes[] = {
         { 10, 10, 1 }, { 30, 10, 1 }, { 15, 1, 0 },  { 5, 6, 0 },   { 19, 3, 0 },
         { 5, 20, 0 },  { 25, 6, 0 },  { 20, 11, 0 }, { 20, 10, 1 }, /* joins both */ { 9, 2, 0 },

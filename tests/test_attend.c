@@ -247,7 +247,8 @@ static void test_noise_in_unused_slots(void **state)
 static void test_values_at_the_end_of_f32(void **state)
 {
     (void)state;
-    struct lowkey_quantizer_choice choice = lowkey_case(1, 0, 9); /* 1 bit; bf16, which saturates at 0x1.fep127 */
+    struct lowkey_quantizer_choice choice = lowkey_case(1, 0,
+                                                        9); /* 1 bit; bf16, which saturates at 0x1.fep127 */
     choice.key.magnitude = 1e-3;
     choice.value = (struct lowkey_side_choice) { .bits = 2, .token_scale = LOWKEY_SCALE_F32 };
     lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
@@ -302,7 +303,8 @@ int main(void)
         { "attend: every level, format and shape within the stated bound, positions to 2^17",
           test_every_format_and_shape, NULL, NULL, NULL },
         { "attend: noise in unused slots changes no bit", test_noise_in_unused_slots, NULL, NULL, NULL },
-        { "attend: the mean of values at the end of f32 is finite", test_values_at_the_end_of_f32, NULL, NULL, NULL },
+        { "attend: the mean of values at the end of f32 is finite", test_values_at_the_end_of_f32, NULL, NULL,
+          NULL },
         { "attend: scores beyond f32's range give finite numbers", test_huge_scores, NULL, NULL, NULL },
     };
     return lowkey_run_tests(tests);

@@ -214,11 +214,14 @@ static void test_no_cache(void **state)
     assert_int_equal(lowkey_cache_length(NULL, 0, 0), -1);
     assert_int_equal(lowkey_attend_workspace_bytes(NULL, &args), 0);
     assert_refused(lowkey_cache_reserve(NULL, 0, 1, &err), LOWKEY_EINVAL, err, "cache is NULL");
-    assert_refused(lowkey_cache_append(NULL, 0, 0, NULL, NULL, rows, rows, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_append(NULL, 0, 0, NULL, NULL, rows, rows, &err), LOWKEY_EINVAL, err,
+                   "cache is NULL");
     assert_refused(lowkey_cache_trim(NULL, 0, 0, &err), LOWKEY_EINVAL, err, "cache is NULL");
     assert_refused(lowkey_attend(NULL, &args, &err), LOWKEY_EINVAL, err, "cache is NULL");
-    assert_refused(lowkey_cache_read(NULL, 0, 0, 0, 0, NULL, NULL, &err), LOWKEY_EINVAL, err, "cache is NULL");
-    assert_refused(lowkey_cache_page(NULL, 0, 0, 0, 0, 0, &bytes, &n_bytes, &err), LOWKEY_EINVAL, err, "cache is NULL");
+    assert_refused(lowkey_cache_read(NULL, 0, 0, 0, 0, NULL, NULL, &err), LOWKEY_EINVAL, err,
+                   "cache is NULL");
+    assert_refused(lowkey_cache_page(NULL, 0, 0, 0, 0, 0, &bytes, &n_bytes, &err), LOWKEY_EINVAL, err,
+                   "cache is NULL");
     assert_refused(lowkey_cache_measure(NULL, &usage, &err), LOWKEY_EINVAL, err, "cache is NULL");
 }
 

@@ -31,8 +31,9 @@ static void test_sizes(void **state)
     assert_int_equal(read.b, 0);
     assert_refused(lowkey_struct_read(&read, sizeof read, &given, 0, "given", &err), LOWKEY_EINVAL, err,
                    "struct_size");
-    assert_refused(lowkey_struct_read(&read, sizeof read, &given, sizeof given.ours.struct_size - 1, "given", &err),
-                   LOWKEY_EINVAL, err, "struct_size: expected the struct's size, found 7");
+    assert_refused(
+        lowkey_struct_read(&read, sizeof read, &given, sizeof given.ours.struct_size - 1, "given", &err),
+        LOWKEY_EINVAL, err, "struct_size: expected the struct's size, found 7");
     assert_refused(lowkey_struct_read(&read, sizeof read, &given, (size_t)1 << 40, "given", &err),
                    LOWKEY_EINVAL, err, "struct_size");
 }

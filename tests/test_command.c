@@ -64,8 +64,10 @@ static void numbers_are_whole_and_within_limits(void **state)
 /* What a command line of one word says to stderr, and what lowkey_next_option answers. */
 static int answer(const char *word, char said[200])
 {
-    static const struct option options[] = { { "file", required_argument, NULL, 256 }, { "json", no_argument, NULL, 257 },
-                                             { "help", no_argument, NULL, 'h' }, { 0 } };
+    static const struct option options[] = { { "file", required_argument, NULL, 256 },
+                                             { "json", no_argument, NULL, 257 },
+                                             { "help", no_argument, NULL, 'h' },
+                                             { 0 } };
     char *argv[] = { (char *)"t", (char *)word, NULL };
     fflush(stderr);
     FILE *kept = tmpfile();
@@ -87,8 +89,16 @@ static void a_wrong_option_is_named_in_one_line(void **state)
 {
     (void)state;
     char said[200];
-    static const struct { const char *word; int found; const char *said; } cases[] = {
-        { "--json", 257, "" }, { "--file=x", 256, "" }, { "--help", 'h', "" }, { "-h", 'h', "" }, { "word", -1, "" },
+    static const struct {
+        const char *word;
+        int found;
+        const char *said;
+    } cases[] = {
+        { "--json", 257, "" },
+        { "--file=x", 256, "" },
+        { "--help", 'h', "" },
+        { "-h", 'h', "" },
+        { "word", -1, "" },
         { "--none", '?', "lowkey t: unknown option '--none'; see lowkey help t\n" },
         { "-j", '?', "lowkey t: unknown option '-j'; see lowkey help t\n" },
         { "--file", '?', "lowkey t: --file takes a value; see lowkey help t\n" },

@@ -205,10 +205,17 @@ static void gradient_moments_are_sums_over_kept_tokens(void **state)
     (void)state;
     enum { H = 2, D = 16 };
     static const int lengths[CAPTURED_SAMPLES] = { 300, 3, 70 }, sinks[] = { 0, 1, 2 };
-    const lowkey_layer_desc geometry = { .struct_size = sizeof geometry, .n_q_heads = 2, .n_kv_heads = H, .key_head_dim = D,
-                                         .value_head_dim = D, .rope_dims = D, .logit_scale = 0.25, .rope_attention_factor = 1 };
+    const lowkey_layer_desc geometry = { .struct_size = sizeof geometry,
+                                         .n_q_heads = 2,
+                                         .n_kv_heads = H,
+                                         .key_head_dim = D,
+                                         .value_head_dim = D,
+                                         .rope_dims = D,
+                                         .logit_scale = 0.25,
+                                         .rope_attention_factor = 1 };
     struct captured captured;
-    captured_make(&captured, &geometry, lengths, 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_KEY_GRAD, 4);
+    captured_make(&captured, &geometry, lengths,
+                  1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | 1u << LOWKEY_KEY_GRAD, 4);
     const char *const path = captured.path;
     for (size_t s = 0; s < sizeof sinks / sizeof sinks[0]; s++) {
         double want[H * D * D] = { 0 }, got[H * D * D];
@@ -223,7 +230,8 @@ static void gradient_moments_are_sums_over_kept_tokens(void **state)
         assert_ok(lowkey_captures_open(1, &path, 0, 0, sinks[s], &captures, &err), err);
         assert_ok(lowkey_gradient_moments(captures, 0, LOWKEY_KEY_GRAD, 2, got, &err), err);
         for (int k = 0; k < H * D * D; k++)
-            if (!(fabs(got[k] - want[k]) <= 1e-9 * (1 + fabs(want[k])))) fail_msg("%d: %g, wanted %g", k, got[k], want[k]);
+            if (!(fabs(got[k] - want[k]) <= 1e-9 * (1 + fabs(want[k]))))
+                fail_msg("%d: %g, wanted %g", k, got[k], want[k]);
         lowkey_captures_close(captures);
     }
     captured_free(&captured);

@@ -277,8 +277,10 @@ static int fill_disk(int arg)
     unsigned char *old = slurp(path, &size);
     if (lowkey_h5_create(path, "model", &file, &err)) return 22;
     lowkey_status status = lowkey_h5_write_f32(file, "/large", LOWKEY_DIMS(64, 1024), &values[0][0], &err);
-    if (!status) status = lowkey_h5_commit(file, NULL, NULL, &err);
-    else lowkey_h5_abandon(file);
+    if (!status)
+        status = lowkey_h5_commit(file, NULL, NULL, &err);
+    else
+        lowkey_h5_abandon(file);
     if (status != LOWKEY_EIO || !strstr(err.message, "cannot be written: No space left on device")) return 23;
     unsigned char *now = slurp(path, &size_now);
     const int is_whole = size == size_now && memcmp(old, now, size) == 0;

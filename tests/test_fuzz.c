@@ -140,7 +140,8 @@ static void child(const uint8_t *good, uint8_t *bytes, size_t n, unsigned seed)
 {
     static const int faults[] = { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGXCPU };
     for (int f = 0; f < 6; f++) signal(faults[f], on_fault); /* cmocka's would go on with the next test */
-    const struct rlimit memory = { (rlim_t)4 << 30, (rlim_t)4 << 30 }, no_core = { 0, 0 }, seconds = { 1 + SANITIZED, 6 };
+    const struct rlimit memory = { (rlim_t)4 << 30, (rlim_t)4 << 30 }, no_core = { 0, 0 },
+                        seconds = { 1 + SANITIZED, 6 };
     if (!SANITIZED) setrlimit(RLIMIT_AS, &memory); /* a size from the file must not be believed */
     setrlimit(RLIMIT_CORE, &no_core);
     setrlimit(RLIMIT_CPU, &seconds);

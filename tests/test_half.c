@@ -15,9 +15,9 @@ struct format {
     int exponent_bits, mantissa_bits, bias;
     enum special special;
     double largest;
-    unsigned n_finite;                                 /* magnitude codes 0..n_finite-1 are numbers, rising */
+    unsigned n_finite; /* magnitude codes 0..n_finite-1 are numbers, rising */
     float (*decode)(unsigned code);
-    unsigned (*encode)(float x);                       /* the conversion by that name */
+    unsigned (*encode)(float x); /* the conversion by that name */
     unsigned (*saturate)(float x, uint64_t *n);
 };
 
@@ -72,8 +72,10 @@ static unsigned nearest(const struct format *f, double x, int *over)
     unsigned low = 0, high = n - 1;
     while (low < high) { /* the last value <= a */
         const unsigned middle = (low + high + 1) / 2;
-        if (value_of(f, middle) <= a) low = middle;
-        else high = middle - 1;
+        if (value_of(f, middle) <= a)
+            low = middle;
+        else
+            high = middle - 1;
     }
     const double below = value_of(f, low);
     const double above = low + 1 < n ? value_of(f, low + 1) : 2 * below - value_of(f, low - 1);
@@ -122,9 +124,12 @@ static void every_code_comes_back_from_its_value(void **state)
         for (unsigned code = 0; code < 2u << (f->exponent_bits + f->mantissa_bits); code++) {
             const float x = f->decode(code);
             const unsigned back = f->encode(x);
-            if (isnan(x)) assert_true(isnan(f->decode(back)) && !signbit(f->decode(back)) == !signbit(x));
-            else if (isinf(x) && f->bias == 15 && f->mantissa_bits == 2) assert_int_equal(back, code - 1);
-            else assert_int_equal(back, code);
+            if (isnan(x))
+                assert_true(isnan(f->decode(back)) && !signbit(f->decode(back)) == !signbit(x));
+            else if (isinf(x) && f->bias == 15 && f->mantissa_bits == 2)
+                assert_int_equal(back, code - 1);
+            else
+                assert_int_equal(back, code);
         }
     }
 }
@@ -200,8 +205,10 @@ static void nan_stays_nan_where_there_is_one(void **state)
             const unsigned code = f->encode(x);
             assert_int_equal(code, f->saturate(x, &n));
             assert_int_equal(n, 0);
-            if (f->special == NO_SPECIAL) assert_int_equal(code, 7);
-            else assert_true(isnan(value_of(f, code)) && !signbit(f->decode(code)) == !(nans[i] >> 31));
+            if (f->special == NO_SPECIAL)
+                assert_int_equal(code, 7);
+            else
+                assert_true(isnan(value_of(f, code)) && !signbit(f->decode(code)) == !(nans[i] >> 31));
         }
     }
     assert_int_equal(lowkey_f32_bits(lowkey_f16_to_f32(0x7c01)), 0x7fc02000); /* made quiet, payload kept */

@@ -17,16 +17,11 @@ static float draw(gsl_rng *rng, enum shape shape)
 {
     const double normal = gsl_ran_ugaussian(rng);
     switch (shape) {
-    case HEAVY_TAILED:
-        return (float)(normal / (fabs(gsl_ran_ugaussian(rng)) + 1e-5));
-    case SPIKES:
-        return (float)((double)gsl_rng_uniform_int(rng, 20) * 1000 + 1e-3 * normal);
-    case OFFSET:
-        return (float)(600 + normal);
-    case STEPS:
-        return (float)(floor(40 * normal) / 16);
-    default:
-        return (float)normal;
+    case HEAVY_TAILED: return (float)(normal / (fabs(gsl_ran_ugaussian(rng)) + 1e-5));
+    case SPIKES: return (float)((double)gsl_rng_uniform_int(rng, 20) * 1000 + 1e-3 * normal);
+    case OFFSET: return (float)(600 + normal);
+    case STEPS: return (float)(floor(40 * normal) / 16);
+    default: return (float)normal;
     }
 }
 

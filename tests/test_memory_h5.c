@@ -13,7 +13,7 @@
 #include "tests/check.h"
 
 static long left = -1; /* requests that are still granted; -1: all */
-static long live;      /* blocks taken and not given back */
+static long live; /* blocks taken and not given back */
 
 void *__real_malloc(size_t n);
 void *__real_calloc(size_t n, size_t size);
@@ -32,20 +32,34 @@ void __wrap_free(void *block);
 
 static int granted(void)
 {
-    if (left > 0) left--;
-    else if (left == 0) return 0;
+    if (left > 0)
+        left--;
+    else if (left == 0)
+        return 0;
     live++;
     return 1;
 }
 
-void *__wrap_malloc(size_t n) { return granted() ? __real_malloc(n) : NULL; }
-void *__wrap_calloc(size_t n, size_t size) { return granted() ? __real_calloc(n, size) : NULL; }
+void *__wrap_malloc(size_t n)
+{
+    return granted() ? __real_malloc(n) : NULL;
+}
+void *__wrap_calloc(size_t n, size_t size)
+{
+    return granted() ? __real_calloc(n, size) : NULL;
+}
 void *__wrap_aligned_alloc(size_t alignment, size_t n)
 {
     return granted() ? __real_aligned_alloc(alignment, n) : NULL;
 }
-char *__wrap_strdup(const char *text) { return granted() ? __real_strdup(text) : NULL; }
-char *__wrap_strndup(const char *text, size_t n) { return granted() ? __real_strndup(text, n) : NULL; }
+char *__wrap_strdup(const char *text)
+{
+    return granted() ? __real_strdup(text) : NULL;
+}
+char *__wrap_strndup(const char *text, size_t n)
+{
+    return granted() ? __real_strndup(text, n) : NULL;
+}
 
 void *__wrap_realloc(void *block, size_t n)
 {

@@ -68,8 +68,10 @@ static void write_tensor(const struct writing *w, const char *name, int64_t rows
     float *values = malloc((size_t)n * sizeof *values);
     for (int64_t i = 0; i < n; i++) values[i] = value_at(name, i);
     assert_ok(lowkey_h5_write_f32(w->file, name, columns ? 2 : 1, dims, values, &err), err);
-    if (columns) snprintf(head, sizeof head, "%s\n%d,%d\n", name, (int)rows, (int)columns);
-    else snprintf(head, sizeof head, "%s\n%d\n", name, (int)rows);
+    if (columns)
+        snprintf(head, sizeof head, "%s\n%d,%d\n", name, (int)rows, (int)columns);
+    else
+        snprintf(head, sizeof head, "%s\n%d\n", name, (int)rows);
     lowkey_sha256_add(w->sha256, head, strlen(head));
     lowkey_sha256_add(w->sha256, values, (size_t)n * sizeof *values);
     free(values);
@@ -81,7 +83,9 @@ static void write_layer(const struct writing *w, const lowkey_layer_desc *l, str
     char group[LOWKEY_H5_MAX_PATH], name[LOWKEY_H5_MAX_PATH];
     const int q = l->n_q_heads * l->key_head_dim, k = l->n_kv_heads * l->key_head_dim,
               v = l->n_kv_heads * l->value_head_dim;
-    const struct { const char *name; int rows, columns, there;
+    const struct {
+        const char *name;
+        int rows, columns, there;
     } tensors[] = {
         { "attention_norm", HIDDEN, 0, 1 },
         { "query_proj", q, HIDDEN, 1 },
@@ -125,7 +129,9 @@ static void write_model_of(struct options o, int stated)
     if (!o.tied) write_tensor(&w, "/output", VOCABULARY, HIDDEN);
     assert_ok(lowkey_sha256_end(w.sha256, sha256, &err), err);
     assert_ok(lowkey_h5_write_identity(w.file, N_LAYERS, "m", sha256, &err), err);
-    const struct { const char *name; int value;
+    const struct {
+        const char *name;
+        int value;
     } numbers[] = {
         { "hidden_size", stated ? stated : HIDDEN },
         { "intermediate_size", stated ? stated : INTERMEDIATE },
@@ -176,8 +182,10 @@ static void a_model_reads_back_with_every_option(void **state)
         assert_string_equal(m->name, "m");
         check_tensor(m->token_embedding, "/token_embedding", VOCABULARY * HIDDEN);
         check_tensor(m->final_norm, "/final_norm", HIDDEN);
-        if (o.tied) assert_ptr_equal(m->output, m->token_embedding);
-        else check_tensor(m->output, "/output", VOCABULARY * HIDDEN);
+        if (o.tied)
+            assert_ptr_equal(m->output, m->token_embedding);
+        else
+            check_tensor(m->output, "/output", VOCABULARY * HIDDEN);
         check_tensor(m->layers[0].query_proj, "/layers/000/query_proj", 6 * 16 * HIDDEN);
         check_tensor(m->layers[1].query_proj, "/layers/001/query_proj", 2 * 8 * HIDDEN);
         check_tensor(m->layers[1].value_proj, "/layers/001/value_proj", 2 * 24 * HIDDEN);
@@ -200,7 +208,7 @@ static void a_description_has_all_but_the_weights(void **state)
     (void)state;
     lowkey_error err;
     lowkey_model *m, *whole;
-    write_model((struct options){ .tied = 0, .bias = 1, .qk_norm = 1 });
+    write_model((struct options) { .tied = 0, .bias = 1, .qk_norm = 1 });
     for (int verify = 0; verify < 2; verify++) {
         assert_ok(lowkey_model_describe(path, verify, &m, &err), err);
         assert_ok(lowkey_model_open(path, 0, &whole, &err), err);
@@ -224,7 +232,7 @@ static void a_changed_weight_is_seen_by_the_hash_alone(void **state)
     (void)state;
     lowkey_error err;
     lowkey_model *m;
-    write_model((struct options){ .tied = 1 });
+    write_model((struct options) { .tied = 1 });
     const float wanted = value_at("/layers/001/up_proj", 77);
     FILE *file = fopen(path, "r+b");
     assert_non_null(file);
@@ -253,7 +261,7 @@ static void sizes_that_no_machine_holds_are_refused_before_they_are_added_up(voi
     (void)state;
     lowkey_error err;
     lowkey_model *m;
-    write_model_of((struct options){ .tied = 1 }, 2147483647);
+    write_model_of((struct options) { .tied = 1 }, 2147483647);
     assert_refused(lowkey_model_open(path, 0, &m, &err), LOWKEY_EFORMAT, err,
                    "/token_embedding: expected float [2147483647, 2147483647]");
     assert_null(m);

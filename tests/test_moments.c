@@ -20,7 +20,9 @@ static void gain_restores_the_spread_of_what_it_saw(void **state)
     assert_true(fabs(correction.factor - 1.25) < 1e-12);
     assert_true(correction.from == 11.5 && correction.to == 11.5);
     /* Every v 0.25 higher: entries are moved about the mean of v, to that of u. */
-    const struct lowkey_channel_moments higher = { .n = 4, .u = 6, .uu = 14, .v = 7, .vv = 16.25, .uv = m.uv + 1.5 };
+    const struct lowkey_channel_moments higher = {
+        .n = 4, .u = 6, .uu = 14, .v = 7, .vv = 16.25, .uv = m.uv + 1.5
+    };
     correction = lowkey_gain_correction(&higher, 10);
     assert_true(fabs(correction.factor - 1.25) < 1e-12 && correction.from == 11.75 && correction.to == 11.5);
     m.uv = 6 * 6 / 4.0; /* covariance 0 */

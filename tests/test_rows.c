@@ -126,7 +126,8 @@ static void test_refused(void **state)
         for (int shift = 0; shift <= 4; shift++) {
             rows.data = (char *)&err + shift, rows.dtype = (lowkey_dtype)dtype; /* err begins with an int */
             if (shift % (dtype == LOWKEY_F32 ? 4 : 2))
-                assert_refused(lowkey_rows_check(&rows, shape, "keys", &err), LOWKEY_EINVAL, err, "keys: data: expected an address");
+                assert_refused(lowkey_rows_check(&rows, shape, "keys", &err), LOWKEY_EINVAL, err,
+                               "keys: data: expected an address");
             else
                 assert_ok(lowkey_rows_check(&rows, shape, "keys", &err), err);
         }

@@ -5,7 +5,8 @@
 
 #include "tests/check.h"
 
-static const struct { const char *text, *digest;
+static const struct {
+    const char *text, *digest;
 } examples[] = {
     /* FIPS 180-4 */
     { "", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855" },

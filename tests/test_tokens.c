@@ -115,7 +115,7 @@ static void bad_files_are_refused_in_words(void **state)
                   err);
         assert_ok(lowkey_h5_put_int(file, "/", "vocab_size", 100, &err), err);
         assert_ok(lowkey_h5_put_string(file, "/", "text_name", "", &err), err);
-        assert_ok(lowkey_h5_put_sha256(file, "/", "text_sha256", (const unsigned char[32]){ 1 }, &err), err);
+        assert_ok(lowkey_h5_put_sha256(file, "/", "text_sha256", (const unsigned char[32]) { 1 }, &err), err);
         assert_ok(lowkey_h5_put_int(file, "/", "add_bos", cases[i].add_bos, &err), err);
         assert_ok(lowkey_h5_write_ints(file, "/tokens", LOWKEY_DIMS(7), bad_ids, 4, 1, &err), err);
         assert_ok(lowkey_h5_write_ints(file, "/sequence_offsets", LOWKEY_DIMS(3), bad_offsets, 8, 1, &err),

@@ -106,7 +106,8 @@ static void test_noise_in_other_slots(void **state)
 static void test_the_end_of_f32(void **state)
 {
     (void)state;
-    static const float extremes[] = { FLT_MAX, -FLT_MAX, 3e38f, -3.2e38f, 1.7e38f, 0x1.ffep127f, 1e30f, 1e-45f, 0 };
+    static const float extremes[] = { FLT_MAX,      -FLT_MAX, 3e38f,  -3.2e38f, 1.7e38f,
+                                      0x1.ffep127f, 1e30f,    1e-45f, 0 };
     for (int format = 0; format < LOWKEY_N_FORMATS; format++)
         for (int seed = 0; seed < 4; seed++) {
             struct lowkey_quantizer_choice choice = lowkey_case(0, format, format);
@@ -129,7 +130,8 @@ static void test_the_end_of_f32(void **state)
                 for (int h = 0; h < 3; h++) {
                     lowkey_packed_read(&packed, kernels, h, 0, N_TOKENS, out);
                     for (int i = 0; i < N_TOKENS * 8; i++)
-                        if (!isfinite(out[i])) fail_msg("%s: %a", lowkey_formats[format].name, (double)out[i]);
+                        if (!isfinite(out[i]))
+                            fail_msg("%s: %a", lowkey_formats[format].name, (double)out[i]);
                 }
                 lowkey_packed_free(&packed);
             }
