@@ -76,7 +76,8 @@ static void onto_grids(struct lowkey_column *column)
         const double share = scale / grids->largest_scale;
         if (column->w)
             column->w[kept] = column->w[t] * (float)(fit->options->normalised_units ? 1 : share * share);
-        column->x[kept++] = (float)(((double)column->x[t] - zero) / scale);
+        /* Within 1 but for rounding. Where scale or zero met the end of f16 it is not, and would pull entries far out. */
+        column->x[kept++] = (float)fmin(fmax(((double)column->x[t] - zero) / scale, -2), 2);
     }
     column->n = kept;
 }

@@ -318,6 +318,26 @@ def test_magnitudes():
                 assert np.isfinite(relative).all() and (relative < most).all(), (options, relative)
 
 
+def test_the_ends_of_number_formats():
+    """Values up to the largest f32, and beyond what scales of f16 hold, are fitted in every format; saturation is counted"""
+    def change(largest):
+        def put(name, layer, rows):
+            rows *= np.float32(largest) / np.abs(rows).max()
+            rows[3, 0, :2], rows[4, -1, 0] = (largest, -largest), -largest
+            rows[..., 3] = largest
+        return put
+    for largest in (1e9, 3.4028235e38):
+        file = made(change=change(largest), lengths=(100,))
+        for options in ("--bits 1", "--bits 4 --gain=both", "--bits 2 --outliers 0.1", "--bits 8", "--bits 8 --rule-8 e5m2 --outliers 0.1",
+                        "--bits 8 --rule-8 int8", "--bits 16", "--bits 16 --rule-16 bf16", "--bits 3 --token-scale f32 --scale-block 8",
+                        "--bits 3 --token-scale f32 --outliers 0.05 --qnorm", "--bits 3 --token-scale f16",
+                        "--bits 3 --token-scale f16 --outliers 0.05 --scope layer", "--bits 2 --token-scale f16 --outliers 0.05"):
+            for layer in fit(options, file).layers:
+                for side in (layer.key, layer.value):
+                    assert np.isfinite(side.report.mse).all(), options
+                    assert side.report.n_saturated > 0 or not ("scale f16" in options or options == "--bits 16"), options
+
+
 def test_offset_heavy_channels():
     """A channel of 600 + N(0, 1) loses what N(0, 1) loses, at every width, and is flagged"""
     def change(name, layer, rows):
