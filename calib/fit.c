@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "calib/attention.h"
 #include "calib/feedback.h"
@@ -292,17 +291,6 @@ static lowkey_status fill_record(struct result *result, const struct lowkey_fit_
     return LOWKEY_OK;
 }
 
-/* A capture is dear: the quantizer may not take the place of one it is made from. */
-static lowkey_status check_output(int n_paths, const char *const *paths, const char *out, lowkey_error *err)
-{
-    struct stat output, input;
-    for (int f = 0; f < n_paths && stat(out, &output) == 0; f++)
-        if (stat(paths[f], &input) == 0 && input.st_dev == output.st_dev && input.st_ino == output.st_ino)
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: expected another file than the activations %s", out,
-                               paths[f]);
-    return LOWKEY_OK;
-}
-
 lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
                          const struct lowkey_fit_options *options, struct lowkey_fit_result **result_out,
                          lowkey_error *err)
@@ -316,7 +304,6 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
     openblas_set_num_threads(1); /* threads are ours: sums in one order */
     lowkey_status status = lowkey_captures_open(n_paths, paths, options->first_sample, options->end_sample,
                                                 options->n_sinks, &result->captures, err);
-    if (status == LOWKEY_OK) status = check_output(n_paths, paths, out, err);
     if (status == LOWKEY_OK) status = check_size(result->captures, paths[0], err);
     if (status == LOWKEY_OK)
         status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents,

@@ -257,7 +257,7 @@ static int parse(int argc, char **argv, struct command *command)
     }
     if (!command->out) return lowkey_command_usage("fit", "--out is missing");
     if (optind == argc) return lowkey_command_usage("fit", "no activations are given");
-    return 0;
+    return lowkey_check_output("fit", "--out", command->out, argc - optind, (const char *const *)(argv + optind));
 }
 
 int lowkey_fit_cmd(int argc, char **argv)

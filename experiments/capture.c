@@ -160,9 +160,9 @@ static lowkey_status check(const struct lowkey_capture_request *request, lowkey_
     const int64_t available = lowkey_samples_count(request->tokens, request->length, request->stride);
     if (request->n_samples < 1 || request->n_samples > INT32_MAX || request->first_sample < 0 ||
         request->first_sample > available - request->n_samples)
-        return lowkey_fail(err, LOWKEY_EINVAL, "samples %lld to %lld of %d tokens: the text has %lld such",
+        return lowkey_fail(err, LOWKEY_EINVAL, "samples %lld:%lld of %d tokens: the text has %lld such",
                            (long long)request->first_sample,
-                           (long long)(request->first_sample + request->n_samples - 1), request->length,
+                           (long long)(request->first_sample + request->n_samples), request->length,
                            (long long)available);
     for (int i = 0; i < request->n_layers; i++)
         if (request->layers[i] < 0 || request->layers[i] >= request->model->n_layers)

@@ -111,7 +111,7 @@ def test_output_is_an_input():
             os.symlink("act.h5", name)
         if name == "hard.h5":
             os.link("act.h5", name)
-        refused(1, "expected another file than the activations act.h5", *FIT, "--out", name, "act.h5")
+        refused(2, "is the input act.h5", *FIT, "--out", name, "act.h5")
         refused(2, "is the input act.h5", *ERROR, "--csv", name, "f16")
     refused(2, "is the input q.h5", *ERROR, "--csv", "q.h5", "f16", "label=q.h5")
     refused(2, "is the input model.h5", *CAPTURE, "model.h5")

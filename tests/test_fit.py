@@ -523,7 +523,7 @@ def test_bad_files():
     refused("", FOLDER, words=[FOLDER])
     refused("", made(layers=()), words=["layer_index"])
     done, _ = run("", good, out=good)
-    assert done.returncode == 1 and "another file" in done.stderr
+    assert done.returncode == 2 and "is the input" in done.stderr
     with open(good, "rb") as file:
         assert file.read() == content
     done, _ = run("", good, out="/nowhere/at/all/q.h5")
