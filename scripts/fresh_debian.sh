@@ -26,7 +26,7 @@ for target in "$@"; do
     start=$SECONDS
     # shellcheck disable=SC2086
     if chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 $settings \
-        make -C /lowkey "$target" >"$root/$target.log" 2>&1; then
+        make --no-print-directory -C /lowkey "$target" >"$root/$target.log" 2>&1; then
         result=passed
     else
         result=failed status=1
