@@ -77,7 +77,9 @@ def draw(axes, metric, name, write_tick, found, wide):
 
 def what(rows):
     settings, overlap = rows[0], any(row["fit_overlap"] for row in rows)
-    return (f"Attention damage: {settings['model_name']}, layers {settings['layers']}, {settings['n_tokens']:,.0f} tokens of "
+    layers = str(settings["layers"]).split()
+    layers = f"layers {' '.join(layers)}" if len(layers) <= 8 else f"{len(layers)} layers"
+    return (f"Attention damage: {settings['model_name']}, {layers}, {settings['n_tokens']:,.0f} tokens of "
             f"{settings['text_name']}, {'some of them fitted on' if overlap else 'none of them fitted on'}")
 
 

@@ -27,7 +27,7 @@ run() { # run NAME COMMAND...
     fi
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
     printf '%-44s %4d passed %3d failed %3d skipped %5d s\n' "$name" "$p" "$f" "$s" $((SECONDS - start))
-    grep -E '# SKIP' "$log/out" | sed 's/^/    /'
+    grep -E '# SKIP|^# skipped because' "$log/out" | sed 's/^/    /'
     if [ "$f" != 0 ]; then
         grep -vE '^ok' "$log/out" | tail -60 | sed 's/^/    /'
         tail -60 "$log/err" | sed 's/^/    /'
