@@ -103,7 +103,7 @@ static lowkey_status run_model(struct capture *capture, lowkey_error *err)
     lowkey_plain_attention *attention = NULL;
     lowkey_decoder *decoder = NULL;
     lowkey_status status = lowkey_plain_attention_create(request->model, n_layers, request->length,
-                                                         request->n_threads, &attention, err);
+                                                         request->n_threads, NULL, &attention, err);
     if (status == LOWKEY_OK) {
         capture->attention = lowkey_plain_attention_interface(attention);
         status = lowkey_decoder_create(&config, &decoder, err);

@@ -122,7 +122,7 @@ static lowkey_status run(const struct options *options, lowkey_model *model, low
     struct lowkey_decoder_config config = { .model = model, .n_threads = n_threads };
     lowkey_plain_attention *attention = NULL;
     const double start = lowkey_seconds();
-    lowkey_status status = lowkey_plain_attention_create(model, model->n_layers, window, n_threads,
+    lowkey_status status = lowkey_plain_attention_create(model, model->n_layers, window, n_threads, NULL,
                                                          &attention, err);
     if (status == LOWKEY_OK) {
         config.attention = lowkey_plain_attention_interface(attention);

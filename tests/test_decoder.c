@@ -32,7 +32,7 @@ static struct machine machine_of(const struct tiny_shape *shape, int max_chunk, 
     lowkey_error err;
     for (int t = 0; t < N_TOKENS; t++) m.tokens[t] = (t * 31 + t / 7) % shape->vocab;
     assert_ok(
-        lowkey_plain_attention_create(m.model, shape->n_layers, N_TOKENS, n_threads, &m.attention, &err),
+        lowkey_plain_attention_create(m.model, shape->n_layers, N_TOKENS, n_threads, NULL, &m.attention, &err),
         err);
     const struct lowkey_decoder_config config = { .model = m.model,
                                                   .attention = lowkey_plain_attention_interface(m.attention),
@@ -243,7 +243,7 @@ static void bad_calls_are_refused_in_words(void **state)
                                          &none, &err),
                    LOWKEY_EINVAL, err, "3 layers of 2");
     assert_null(none);
-    assert_refused(lowkey_plain_attention_create(m.model, 3, 8, 1, &no_attention, &err), LOWKEY_EINVAL, err,
+    assert_refused(lowkey_plain_attention_create(m.model, 3, 8, 1, NULL, &no_attention, &err), LOWKEY_EINVAL, err,
                    "3 layers of 2");
     assert_null(no_attention);
     lowkey_decoder_free(NULL);

@@ -71,7 +71,7 @@ static void each_window_is_read_on_its_own_and_its_first_token_is_not_predicted(
     for (int i = 0; i < 5; i++) {
         lowkey_plain_attention *attention;
         lowkey_decoder *decoder;
-        assert_ok(lowkey_plain_attention_create(model, 2, WINDOW, 1 + i, &attention, &err), err);
+        assert_ok(lowkey_plain_attention_create(model, 2, WINDOW, 1 + i, NULL, &attention, &err), err);
         const struct lowkey_decoder_config config = { .model = model,
                                                       .attention = lowkey_plain_attention_interface(
                                                           attention),

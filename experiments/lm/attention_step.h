@@ -1,5 +1,5 @@
 /* attention_step.h - the one place where the decoder attends: whoever implements it holds the keys and values.
- * plain_attention.h keeps them in f32; a packed cache can take its place; capture looks on. */
+ * plain_attention.h keeps them as they are or as a store gives them back; capture looks on. */
 #ifndef LOWKEY_ATTENTION_STEP_H
 #define LOWKEY_ATTENTION_STEP_H
 
