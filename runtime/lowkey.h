@@ -281,6 +281,8 @@ typedef struct lowkey_cache_usage {
     double bits_payload;         /* per element; 0 where there is none */
     double bits_held;            /* per element */
     uint64_t allocated_bytes;    /* everything taken from the allocator by cache and quantizer, free pages too */
+    uint64_t key_elements, value_elements; /* elements and payload of each side, sinks included */
+    uint64_t key_payload_bits, value_payload_bits;
 } lowkey_cache_usage;
 
 LOWKEY_API lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage *usage, lowkey_error *err);

@@ -30,19 +30,27 @@ static uint64_t stored_outliers(const lowkey_cache *cache, const struct lowkey_s
     return n;
 }
 
-/* Adds the payload of a sequence of so many tokens at one side, its outliers' entries aside; codes are counted in bits. */
-static void add_side(const struct lowkey_side *side, int n_sink_tokens, int length, lowkey_cache_usage *usage,
-                     uint64_t *bits)
+/* Adds the payload of a sequence of so many tokens at one side (which: 0 keys, 1 values) with so many outliers' entries.
+ * Codes are counted in bits. */
+static void add_side(const struct lowkey_side *side, int which, int n_sink_tokens, int length,
+                     uint64_t n_outliers, lowkey_cache_usage *usage, uint64_t *bits)
 {
     const uint64_t n_channels = (uint64_t)side->n_heads * (uint64_t)side->head_dim;
     const uint64_t scale_bytes = side->token_scale == LOWKEY_SCALE_F32 ? 4 : 2;
     const uint64_t sinks = (uint64_t)(length < n_sink_tokens ? length : n_sink_tokens),
                    packed = (uint64_t)length - sinks;
-    usage->elements += (uint64_t)length * n_channels;
-    usage->sinks_bytes += sinks * n_channels * 2;
-    usage->scales_bytes += packed * (uint64_t)side->n_blocks * 2 * scale_bytes;
-    *bits += packed * code_bits(side);
-    if (side->outlier_rule != LOWKEY_OUTLIER_NONE) usage->outliers_bytes += packed * 2;
+    const uint64_t elements = (uint64_t)length * n_channels, sinks_bytes = sinks * n_channels * 2,
+                   scales = packed * (uint64_t)side->n_blocks * 2 * scale_bytes,
+                   codes = packed * code_bits(side),
+                   outliers = side->outlier_rule == LOWKEY_OUTLIER_NONE ? 0 : packed * 2 + n_outliers * 4;
+    usage->elements += elements;
+    usage->sinks_bytes += sinks_bytes;
+    usage->scales_bytes += scales;
+    usage->outliers_bytes += outliers;
+    *bits += codes;
+    *(which ? &usage->value_elements : &usage->key_elements) += elements;
+    *(which ? &usage->value_payload_bits : &usage->key_payload_bits) += codes +
+                                                                        8 * (sinks_bytes + scales + outliers);
 }
 
 /* Puts in what a cache holds with so many pages and sequences in use, and what follows, as much as the caller knows. */
@@ -90,9 +98,10 @@ lowkey_status lowkey_cache_measure(const lowkey_cache *cache, lowkey_cache_usage
         const struct lowkey_store *store = &cache->layers[i / 2].store[i % 2];
         for (int s = 0; s < cache->max_sequences; s++) {
             const int length = *lowkey_cache_length_at(cache, s, i / 2);
-            add_side(side, cache->desc->n_sink_tokens, length, &usage, &bits);
-            if (side->outlier_rule != LOWKEY_OUTLIER_NONE)
-                usage.outliers_bytes += 4 * stored_outliers(cache, side, store, s, length);
+            const uint64_t n_outliers = side->outlier_rule == LOWKEY_OUTLIER_NONE
+                                            ? 0
+                                            : stored_outliers(cache, side, store, s, length);
+            add_side(side, i % 2, cache->desc->n_sink_tokens, length, n_outliers, &usage, &bits);
         }
     }
     for (int s = 0; s < cache->max_sequences; s++) n_sequences += cache->n_blocks[s] > 0;
@@ -130,8 +139,8 @@ lowkey_status lowkey_cache_estimate(const lowkey_quantizer *quantizer, const low
     uint64_t bits = 0;
     for (int i = 0; i < 2 * cache.desc->n_layers; i++)
         for (int s = 0; s < n_sequences; s++)
-            add_side(&lowkey_quantizer_layer_at(quantizer, i / 2)->side[i % 2], cache.desc->n_sink_tokens,
-                     tokens_each, &usage, &bits);
+            add_side(&lowkey_quantizer_layer_at(quantizer, i / 2)->side[i % 2], i % 2,
+                     cache.desc->n_sink_tokens, tokens_each, 0, &usage, &bits);
     usage.codes_bytes = (bits + 7) / 8;
     answer(&cache, (uint64_t)(n_blocks * n_sequences), tokens_each > 0 ? (uint64_t)n_sequences : 0,
            cache.fixed.used, cache.store.used, usage, out);

@@ -79,6 +79,10 @@ static void test_by_hand(void **state)
     assert_int_equal(usage.scales_bytes, 97 * 2 * 2 * 2);
     assert_int_equal(usage.outliers_bytes, 97 * 2 + 97 * 2 * 4);
     assert_int_equal(usage.sinks_bytes, (3 + 2 + 2) * 80 * 2);
+    assert_int_equal(usage.key_elements, 104 * 48);
+    assert_int_equal(usage.value_elements, 104 * 32);
+    assert_int_equal(usage.key_payload_bits, 97 * (48 * 3 + 2 * 2 * 16 + 16 + 2 * 32) + 7 * 48 * 16);
+    assert_int_equal(usage.value_payload_bits, 97 * 32 * 2 + 7 * 32 * 16);
     assert_int_equal(usage.outliers, 2 * 97);
     assert_int_equal(usage.clamped, 0);
     /* A page of keys: 24 rows of 16 bytes and 24 of 8 = 384 + 192; of values: 16 * 16 = 256; two heads. The keys' side page:
