@@ -89,12 +89,18 @@ static lowkey_status describe_model(const char *path, json_t *to, lowkey_error *
     set(to, "tied_output", json_boolean(model->tied_output));
     set(to, "attention_bias", json_boolean(model->attention_bias));
     set(to, "qk_norm", json_boolean(model->qk_norm));
+    set(to, "activation", json_string(model->activation == LOWKEY_SILU ? "silu" : "gelu_tanh"));
+    set(to, "post_norms", json_boolean(model->post_norms));
+    set(to, "embedding_scale", json_real(model->embedding_scale));
     set(to, "bos_token_id", json_integer(model->bos_token_id));
     set(to, "eos_token_id", json_integer(model->eos_token_id));
     set(to, "cache_bytes_per_token_in_16_bits", bytes_per_token(model->geometry, model->n_layers));
     json_t *layers = json_array();
-    for (int l = 0; l < model->n_layers; l++)
-        json_array_append_new(layers, lowkey_describe_geometry(&model->geometry[l]));
+    for (int l = 0; l < model->n_layers; l++) {
+        json_t *layer = lowkey_describe_geometry(&model->geometry[l]);
+        set(layer, "window", json_integer(model->layers[l].window));
+        json_array_append_new(layers, layer);
+    }
     set(to, "layers", layers);
     lowkey_model_free(model);
     return LOWKEY_OK;

@@ -21,9 +21,15 @@ static const char *const attributes[] = { "n_layers",     "model_name",
                                           "qk_norm",      "bos_token_id",
                                           "eos_token_id", "source",
                                           "license",      NULL };
+/* Of an extended model only, behind the others. */
+static const char *const extended_attributes[] = { "activation", "post_norms", "embedding_scale" };
+enum {
+    N_ATTRIBUTES = sizeof attributes / sizeof *attributes - 1,
+    N_EXTENDED = sizeof extended_attributes / sizeof *extended_attributes
+};
 
 enum size { NONE, HIDDEN, INTERMEDIATE, QUERY, KEY, VALUE, ATTENDED, HEAD };
-enum condition { ALWAYS, WITH_BIAS, WITH_QK_NORM };
+enum condition { ALWAYS, WITH_BIAS, WITH_QK_NORM, WITH_POST_NORMS };
 
 static const struct layer_tensor {
     const char *name;
@@ -42,18 +48,24 @@ static const struct layer_tensor {
     TENSOR(query_norm, HEAD, NONE, WITH_QK_NORM),
     TENSOR(key_norm, HEAD, NONE, WITH_QK_NORM),
     TENSOR(output_proj, HIDDEN, ATTENDED, ALWAYS),
+    TENSOR(post_attention_norm, HIDDEN, NONE, WITH_POST_NORMS),
     TENSOR(ffn_norm, HIDDEN, NONE, ALWAYS),
     TENSOR(gate_proj, INTERMEDIATE, HIDDEN, ALWAYS),
     TENSOR(up_proj, INTERMEDIATE, HIDDEN, ALWAYS),
     TENSOR(down_proj, HIDDEN, INTERMEDIATE, ALWAYS),
+    TENSOR(post_ffn_norm, HIDDEN, NONE, WITH_POST_NORMS),
 #undef TENSOR
 };
 enum { N_LAYER_TENSORS = sizeof layer_tensors / sizeof layer_tensors[0] };
 
 static int is_there(const lowkey_model *model, const struct layer_tensor *tensor)
 {
-    return tensor->condition == ALWAYS ||
-           (tensor->condition == WITH_BIAS ? model->attention_bias : model->qk_norm);
+    switch (tensor->condition) {
+    case WITH_BIAS: return model->attention_bias;
+    case WITH_QK_NORM: return model->qk_norm;
+    case WITH_POST_NORMS: return model->post_norms;
+    default: return 1;
+    }
 }
 
 static int64_t size_of(const lowkey_model *model, const lowkey_layer_desc *layer, enum size size)
@@ -95,11 +107,28 @@ static lowkey_status for_each_tensor(lowkey_model *model, visit_fn *visit, void 
 
 /* ---- reading ---- */
 
-static lowkey_status read_attributes(lowkey_h5 *file, lowkey_model *model, lowkey_error *err)
+enum { LLAMA, EXTENDED };
+
+static lowkey_status read_extended(lowkey_h5 *file, lowkey_model *model, lowkey_error *err)
 {
-    static const char *const architectures[] = { "llama", NULL };
-    int architecture;
-    LOWKEY_TRY(lowkey_h5_get_choice(file, "/", "architecture", architectures, &architecture, err));
+    static const char *const activations[] = {
+        [LOWKEY_SILU] = "silu", [LOWKEY_GELU_TANH] = "gelu_tanh", NULL
+    };
+    int activation;
+    LOWKEY_TRY(lowkey_h5_get_choice(file, "/", "activation", activations, &activation, err));
+    model->activation = (enum lowkey_activation)activation;
+    LOWKEY_TRY(lowkey_h5_get_small(file, "/", "post_norms", 0, 1, &model->post_norms, err));
+    LOWKEY_TRY(lowkey_h5_get_double(file, "/", "embedding_scale", &model->embedding_scale, err));
+    if (model->embedding_scale > 0) return LOWKEY_OK;
+    return lowkey_h5_fail(file, err, "/: attribute embedding_scale: expected a number > 0, found %g",
+                          model->embedding_scale);
+}
+
+static lowkey_status read_attributes(lowkey_h5 *file, lowkey_model *model, int *architecture,
+                                     lowkey_error *err)
+{
+    static const char *const architectures[] = { [LLAMA] = "llama", [EXTENDED] = "extended", NULL };
+    LOWKEY_TRY(lowkey_h5_get_choice(file, "/", "architecture", architectures, architecture, err));
     LOWKEY_TRY(lowkey_h5_read_identity(file, &model->n_layers, &model->name, model->sha256, err));
     LOWKEY_TRY(lowkey_h5_get_small(file, "/", "hidden_size", 1, INT_MAX, &model->hidden_size, err));
     LOWKEY_TRY(
@@ -115,20 +144,47 @@ static lowkey_status read_attributes(lowkey_h5 *file, lowkey_model *model, lowke
         lowkey_h5_get_small(file, "/", "eos_token_id", -1, model->vocab_size - 1, &model->eos_token_id, err));
     LOWKEY_TRY(lowkey_h5_get_string(file, "/", "source", &model->source, err));
     LOWKEY_TRY(lowkey_h5_get_string(file, "/", "license", &model->license, err));
-    if (model->rms_norm_eps >= 0) return LOWKEY_OK;
-    return lowkey_h5_fail(file, err, "/: attribute rms_norm_eps: expected at least 0, found %g",
-                          model->rms_norm_eps);
+    if (model->rms_norm_eps < 0)
+        return lowkey_h5_fail(file, err, "/: attribute rms_norm_eps: expected at least 0, found %g",
+                              model->rms_norm_eps);
+    model->embedding_scale = 1;
+    return *architecture == EXTENDED ? read_extended(file, model, err) : LOWKEY_OK;
+}
+
+static lowkey_status refuse_others(lowkey_h5 *file, const lowkey_model *model, int architecture,
+                                   lowkey_error *err)
+{
+    const char *objects[6] = { "layers", "token_embedding", "final_norm" };
+    const char *names[N_ATTRIBUTES + N_EXTENDED + 1] = { NULL };
+    int n = 3;
+    if (!model->tied_output) objects[n++] = "output";
+    if (architecture == EXTENDED) objects[n++] = "window";
+    memcpy(names, attributes, N_ATTRIBUTES * sizeof *names);
+    if (architecture == EXTENDED)
+        memcpy(names + N_ATTRIBUTES, extended_attributes, N_EXTENDED * sizeof *names);
+    return lowkey_h5_refuse_others(file, "/", objects, names, err);
+}
+
+static lowkey_status read_windows(lowkey_h5 *file, lowkey_model *model, lowkey_error *err)
+{
+    const int64_t n_layers = model->n_layers;
+    int *windows = calloc((size_t)n_layers, sizeof *windows);
+    if (!windows) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", lowkey_h5_path(file));
+    const lowkey_status status =
+        lowkey_h5_read_ints(file, "/window", 1, &n_layers, 0, INT_MAX, windows, sizeof *windows, err);
+    for (int l = 0; l < model->n_layers && !status; l++) model->layers[l].window = windows[l];
+    free(windows);
+    return status;
 }
 
 /* The groups of all layers, their geometry, and nothing in them or in the root that does not belong there. */
-static lowkey_status read_geometries(lowkey_h5 *file, lowkey_model *model, lowkey_error *err)
+static lowkey_status read_geometries(lowkey_h5 *file, lowkey_model *model, int architecture,
+                                     lowkey_error *err)
 {
-    const char *const root[] = { "layers", "token_embedding", "final_norm",
-                                 model->tied_output ? NULL : "output", NULL };
     const char *names[N_LAYER_TENSORS + 1] = { NULL };
     for (int i = 0, n = 0; i < N_LAYER_TENSORS; i++)
         if (is_there(model, &layer_tensors[i])) names[n++] = layer_tensors[i].name;
-    LOWKEY_TRY(lowkey_h5_refuse_others(file, "/", root, attributes, err));
+    LOWKEY_TRY(refuse_others(file, model, architecture, err));
     LOWKEY_TRY(lowkey_h5_check_layer_groups(file, model->n_layers, NULL, err));
     model->geometry = calloc((size_t)model->n_layers, sizeof *model->geometry);
     model->layers = calloc((size_t)model->n_layers, sizeof *model->layers);
@@ -139,7 +195,7 @@ static lowkey_status read_geometries(lowkey_h5 *file, lowkey_model *model, lowke
         LOWKEY_TRY(lowkey_h5_read_geometry(file, l, &model->geometry[l], err));
         LOWKEY_TRY(lowkey_h5_refuse_layer_others(file, &model->geometry[l], names, err));
     }
-    return LOWKEY_OK;
+    return architecture == EXTENDED ? read_windows(file, model, err) : LOWKEY_OK;
 }
 
 static lowkey_status read_tensor(void *file, const char *path, int rank, const int64_t *dims, float **values,
@@ -224,8 +280,9 @@ static lowkey_status begin(const char *path, lowkey_h5 **file, lowkey_model **mo
     LOWKEY_TRY(lowkey_h5_open(path, "model", file, err));
     *model = calloc(1, sizeof **model);
     lowkey_status status = *model ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
-    if (!status) status = read_attributes(*file, *model, err);
-    if (!status) status = read_geometries(*file, *model, err);
+    int architecture;
+    if (!status) status = read_attributes(*file, *model, &architecture, err);
+    if (!status) status = read_geometries(*file, *model, architecture, err);
     if (!status) return LOWKEY_OK;
     lowkey_h5_close(*file);
     lowkey_model_free(*model);

@@ -11,7 +11,7 @@ import numpy as np
 
 from reader_pages import FLT_MAX, add_f32
 
-VERSION = (1, 0)
+VERSION = (1, 1)
 FLOAT_TYPES = {  # (sign position, exponent position, size, mantissa position, size), exponent bias -> name
     ((15, 10, 5, 0, 10), 15): "f16",
     ((15, 7, 8, 0, 7), 127): "bf16",

@@ -20,7 +20,7 @@ def model(path):
     """Geometry, settings and the SHA-256 over the tensors, which must be what the file says."""
     root = open_root(path, "model")
     m = SimpleNamespace(**root_geometry(root))
-    root.string("architecture", ("llama",))
+    extended = root.string("architecture", ("llama", "extended")) == "extended"
     for name in ("hidden_size", "intermediate_size", "vocab_size"):
         setattr(m, name, root.integer(name, 1))
     root.real("rms_norm_eps")
@@ -30,6 +30,12 @@ def model(path):
         root.integer(name, -1, m.vocab_size - 1)
     root.string("source")
     root.string("license")
+    m.post_norms, m.window = 0, [0] * m.n_layers
+    if extended:
+        root.string("activation", ("silu", "gelu_tanh"))
+        root.real("embedding_scale", positive=True)
+        m.post_norms = root.integer("post_norms", 0, 1)
+        m.window = root.ints("window", (m.n_layers,), 0)
     digest = hashlib.sha256()
 
     def tensor(group, name, shape):
@@ -64,8 +70,10 @@ def layer_tensors(m, g):
         tensors += [("query_bias", (q,)), ("key_bias", (k,)), ("value_bias", (v,))]
     if m.qk_norm:
         tensors += [("query_norm", (g.key_head_dim,)), ("key_norm", (g.key_head_dim,))]
-    return tensors + [("output_proj", (hidden, g.n_q_heads * g.value_head_dim)), ("ffn_norm", (hidden,)),
-                      ("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))]
+    post = [[("post_attention_norm", (hidden,))], [("post_ffn_norm", (hidden,))]] if m.post_norms else [[], []]
+    return tensors + [("output_proj", (hidden, g.n_q_heads * g.value_head_dim)), *post[0], ("ffn_norm", (hidden,)),
+                      ("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)),
+                      *post[1]]
 
 
 # tokens.h5

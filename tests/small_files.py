@@ -68,7 +68,7 @@ def write_tokens(path, edit=None):
 HIDDEN, INTERMEDIATE, VOCABULARY, MODEL_LAYERS = 32, 48, 20, 2
 
 
-def model_tensors(tied, bias, qk_norm):
+def model_tensors(tied, bias, qk_norm, post_norms=0):
     """Path and shape, in the order of the hash."""
     q, k, v, attended = Q_HEADS * KEY_DIM, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, Q_HEADS * VALUE_DIM
     yield "/token_embedding", (VOCABULARY, HIDDEN)
@@ -78,8 +78,10 @@ def model_tensors(tied, bias, qk_norm):
                 ("key_proj", (k, HIDDEN), 1), ("value_proj", (v, HIDDEN), 1), ("query_bias", (q,), bias),
                 ("key_bias", (k,), bias), ("value_bias", (v,), bias), ("query_norm", (KEY_DIM,), qk_norm),
                 ("key_norm", (KEY_DIM,), qk_norm), ("output_proj", (HIDDEN, attended), 1),
+                ("post_attention_norm", (HIDDEN,), post_norms),
                 ("ffn_norm", (HIDDEN,), 1), ("gate_proj", (INTERMEDIATE, HIDDEN), 1),
-                ("up_proj", (INTERMEDIATE, HIDDEN), 1), ("down_proj", (HIDDEN, INTERMEDIATE), 1)):
+                ("up_proj", (INTERMEDIATE, HIDDEN), 1), ("down_proj", (HIDDEN, INTERMEDIATE), 1),
+                ("post_ffn_norm", (HIDDEN,), post_norms)):
             if there:
                 yield f"/layers/{layer:03d}/{name}", shape
     yield "/final_norm", (HIDDEN,)
@@ -87,11 +89,12 @@ def model_tensors(tied, bias, qk_norm):
         yield "/output", (VOCABULARY, HIDDEN)
 
 
-def write_model(path, tied=1, bias=0, qk_norm=0, dtype=np.float32, edit=None):
+def write_model(path, tied=1, bias=0, qk_norm=0, dtype=np.float32, edit=None, extended=None):
+    """extended: 0 or 1, whether an extended model has post_norms; None: a llama model."""
     rng = np.random.default_rng(5)
     digest = hashlib.sha256()
     with h5py.File(path, "w") as file:
-        for name, shape in model_tensors(tied, bias, qk_norm):
+        for name, shape in model_tensors(tied, bias, qk_norm, extended):
             values = rng.normal(size=shape).astype(dtype)
             file[name] = values
             digest.update(f"{name}\n{','.join(map(str, shape))}\n".encode() + values.astype("<f4").tobytes())
@@ -101,6 +104,10 @@ def write_model(path, tied=1, bias=0, qk_norm=0, dtype=np.float32, edit=None):
              architecture="llama", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, vocab_size=VOCABULARY,
              rms_norm_eps=1e-5, tied_output=tied, attention_bias=bias, qk_norm=qk_norm, bos_token_id=1,
              eos_token_id=-1, source="here", license="none")
+        if extended is not None:
+            file.attrs.update(dict(architecture="extended", schema_version=[1, 1], activation="gelu_tanh",
+                                   post_norms=extended, embedding_scale=HIDDEN**0.5))
+            file["window"] = [512, 0]
         if edit:
             edit(file)
     return path

@@ -1,4 +1,4 @@
-/* The decoder against an oracle in f64 (tests/tiny_model.c), over the axes of Llama-like models. */
+/* The decoder against an oracle in f64 (tests/tiny_model.c), over the axes of Llama-like and Gemma-like models. */
 #include "experiments/lm/decoder.h"
 
 #include <math.h>
@@ -16,6 +16,16 @@ static const struct tiny_shape shapes[] = {
     { 1, 16, 24, 30, 2, 1, 24, 40, 8, LOWKEY_PAIR_INTERLEAVED, 0, 0, 0, 1, 1 },
     { 2, 16, 24, 30, 4, 2, 64, 64, 32, LOWKEY_PAIR_HALF, 0.9, 0, 1, 0, 1 },
     { 3, 16, 24, 30, 2, 2, 8, 16, 0, LOWKEY_PAIR_HALF, 0, 0, 0, 0, 0 },
+    { 3, 24, 40, 50, 4, 1, 16, 16, 16, LOWKEY_PAIR_HALF, 0, 0, 0, 0, 1 },
+    { 2, 16, 24, 30, 2, 2, 8, 8, 8, LOWKEY_PAIR_HALF, 0, 0, 1, 1, 0 },
+    { 2, 16, 24, 30, 2, 1, 8, 8, 8, LOWKEY_PAIR_HALF, 0, 0, 0, 0, 0 },
+    { 1, 16, 24, 30, 2, 1, 8, 8, 8, LOWKEY_PAIR_HALF, 0, 0, 0, 0, 0 },
+};
+static const struct tiny_extras extras[] = { /* of the shapes in the same place */
+    [6] = { 1, 1, 37, 4.9 },
+    [7] = { 0, 0, 1, 0 },
+    [8] = { 1, 0, 128, 0 },
+    [9] = { 0, 1, 0, 0.5 },
 };
 enum { N_SHAPES = sizeof shapes / sizeof *shapes, N_TOKENS = 300 };
 
@@ -26,9 +36,16 @@ struct machine {
     int32_t tokens[N_TOKENS];
 };
 
+/* Only of shapes in the table. */
+static const struct tiny_extras *extras_of(const struct tiny_shape *shape)
+{
+    static const struct tiny_extras none;
+    return shape >= shapes && shape < shapes + N_SHAPES ? &extras[shape - shapes] : &none;
+}
+
 static struct machine machine_of(const struct tiny_shape *shape, int max_chunk, int n_threads)
 {
-    struct machine m = { .model = lowkey_tiny_model(shape, 7) };
+    struct machine m = { .model = lowkey_tiny_model_with(shape, extras_of(shape), 7) };
     lowkey_error err;
     for (int t = 0; t < N_TOKENS; t++) m.tokens[t] = (t * 31 + t / 7) % shape->vocab;
     assert_ok(

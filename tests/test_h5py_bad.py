@@ -51,9 +51,9 @@ def test_version():
     """a newer major version is refused by name"""
     def version(value):
         return lambda file: file.attrs.__setitem__("schema_version", value)
-    refuse_edited(version([2, 0]), "activations version 2.0 is newer than 1.0")
+    refuse_edited(version([2, 0]), "activations version 2.0 is newer than 1.1")
     refuse_edited(version([99, 3]), "version 99.3")
-    refuse_edited(version([0, 9]), "expected [1, 0], found [0, 9]")
+    refuse_edited(version([0, 9]), "expected [1, 1], found [0, 9]")
     refuse_edited(version([1]), "attribute schema_version: expected shape [2], found shape [1]")
     refuse_edited(version(1), "attribute schema_version: expected shape [2], found a scalar")
     refuse_edited(version("1.0"), "attribute schema_version: expected shape [2], found a scalar")
@@ -360,17 +360,36 @@ def test_model():
     refuse(lambda f: f.attrs.__setitem__("bos_token_id", 20),
            "attribute bos_token_id: expected -1..19, found 20")
     refuse(lambda f: f.attrs.__setitem__("architecture", "mamba"),
-           "attribute architecture: expected llama, found 'mamba'")
+           "attribute architecture: expected llama or extended, found 'mamba'")
+    refuse(lambda f: f.attrs.__setitem__("activation", "silu"), "/: unknown attribute activation")
+    refuse(lambda f: f.create_dataset("window", data=[0, 0]), "/: unknown object window")
     refuse(lambda f: f.attrs.__setitem__("n_layers", 3),
            "/layers/002: missing: expected a group, found 000, 001 there")
     refuse(lambda f: f.attrs.__setitem__("n_layers", 1),
            "/layers: unknown object 001; expected layers below n_layers")
 
 
+def test_extended_model():
+    """an extended model must say all that it is, in range"""
+    refuse = lambda edit, *words: refuse_edited(edit, *words, write=write_model, extended=1)
+    for name in "activation", "post_norms", "embedding_scale":
+        refuse(lambda f: f.attrs.__delitem__(name), f"attribute {name}: missing")
+    refuse(lambda f: f.attrs.__setitem__("activation", "relu"), "expected silu or gelu_tanh, found 'relu'")
+    refuse(lambda f: f.attrs.__setitem__("post_norms", 2), "attribute post_norms: expected 0..1, found 2")
+    refuse(lambda f: f.attrs.__setitem__("post_norms", 0), "unknown object post_")
+    for value in 0.0, -1.0, np.nan:
+        refuse(lambda f: f.attrs.__setitem__("embedding_scale", value), "attribute embedding_scale: expected a")
+    refuse(lambda f: f.__delitem__("window"), "/window: missing: expected int [2]")
+    refuse(lambda f: replace(f, "window", [5]), "/window: expected int [2], found [1]")
+    refuse(lambda f: replace(f, "window", [5, -1]), "/window[1]: expected 0..2147483647, found -1")
+    refuse(lambda f: f["layers/001"].__delitem__("post_ffn_norm"), "/layers/001/post_ffn_norm: missing")
+    refuse(lambda f: f.attrs.__setitem__("architecture", "llama"), "unknown")
+
+
 def test_damaged():
     """a file with any byte changed is good or refused in one line, never a crash"""
     rng = np.random.default_rng(3)
-    for write in write_activations, write_tokens, write_model:
+    for write in write_activations, write_tokens, write_model, lambda path: write_model(path, extended=1):
         whole = bytearray(open(write(path), "rb").read())
         places = list(rng.integers(0, len(whole), 40)) + list(range(0, min(2048, len(whole)), 37))
         for at in places:

@@ -7,6 +7,7 @@ import tempfile
 import h5py
 import numpy as np
 
+import reader_inputs
 import tap
 from small_files import (assert_good, assert_refused, check, replace, write_activations, write_model,
                          write_tokens)
@@ -134,6 +135,14 @@ def test_values_are_decoded():
     assert_good(exact())
     for order in "<", ">":  # rounded to bf16, so another function: the hash tells
         refuse_edited(as_bf16(order), "attribute model_sha256: expected", write=write_model, qk_norm=1)
+
+
+def test_extended_model():
+    """a model with windows, another activation and further norms is good, for an independent reader too"""
+    for post_norms in 0, 1:
+        assert_good(write_model(path, extended=post_norms))
+        found = reader_inputs.model(path)
+        assert (found.post_norms, list(found.window)) == (post_norms, [512, 0])
 
 
 def test_integers():

@@ -57,10 +57,21 @@ def test_model():
                                       value_head_dim=24,
                                       logit_scale=0.25,
                                       rope="16 half, theta 10000",
-                                      rope_attention_factor=1.0)
+                                      rope_attention_factor=1.0,
+                                      window=0)
     text = inspect(path)
     assert line(text, "attention bias") == "yes" and line(text, "parameters") == f"{parameters:,}"
+    assert (facts["activation"], facts["post_norms"], facts["embedding_scale"]) == ("silu", False, 1)
     assert "  layer: 0-1\n" in text and "q heads 4; kv heads 2; key head dim 16" in text
+
+
+def test_extended_model():
+    """an extended model: its activation, norms, scale, and each layer's window"""
+    write_model(path, extended=1)
+    facts = inspect(path, "--json")
+    assert (facts["activation"], facts["post_norms"]) == ("gelu_tanh", True)
+    assert abs(facts["embedding_scale"] - 32**0.5) < 1e-6
+    assert [layer["window"] for layer in facts["layers"]] == [512, 0]
 
 
 def test_rope():

@@ -14,7 +14,7 @@
 enum { HIDDEN = 24, INTERMEDIATE = 40, VOCABULARY = 11, N_LAYERS = 2 };
 
 struct options {
-    int tied, bias, qk_norm;
+    int tied, bias, qk_norm, extended; /* extended: with post_norms */
 };
 
 static char folder[64], path[96];
@@ -97,10 +97,12 @@ static void write_layer(const struct writing *w, const lowkey_layer_desc *l, str
         { "query_norm", l->key_head_dim, 0, o.qk_norm },
         { "key_norm", l->key_head_dim, 0, o.qk_norm },
         { "output_proj", HIDDEN, l->n_q_heads * l->value_head_dim, 1 },
+        { "post_attention_norm", HIDDEN, 0, o.extended },
         { "ffn_norm", HIDDEN, 0, 1 },
         { "gate_proj", INTERMEDIATE, HIDDEN, 1 },
         { "up_proj", INTERMEDIATE, HIDDEN, 1 },
         { "down_proj", HIDDEN, INTERMEDIATE, 1 },
+        { "post_ffn_norm", HIDDEN, 0, o.extended },
     };
     lowkey_h5_layer_path(l->index, NULL, group);
     assert_ok(lowkey_h5_put_group(w->file, group, &err), err);
@@ -109,6 +111,18 @@ static void write_layer(const struct writing *w, const lowkey_layer_desc *l, str
         lowkey_h5_layer_path(l->index, tensors[i].name, name);
         if (tensors[i].there) write_tensor(w, name, tensors[i].rows, tensors[i].columns);
     }
+}
+
+static void write_extended(lowkey_h5 *file)
+{
+    lowkey_error err;
+    const int windows[N_LAYERS] = { 0, 77 };
+    assert_ok(lowkey_h5_put_string(file, "/", "activation", "gelu_tanh", &err), err);
+    assert_ok(lowkey_h5_put_int(file, "/", "post_norms", 1, &err), err);
+    assert_ok(lowkey_h5_put_double(file, "/", "embedding_scale", 4.5, &err), err);
+    assert_ok(lowkey_h5_write_ints(file, "/window", LOWKEY_DIMS(N_LAYERS),
+                                   windows, sizeof *windows, 1, &err),
+              err);
 }
 
 /* stated: what the attributes say of all three sizes; 0: the truth. */
@@ -145,7 +159,9 @@ static void write_model_of(struct options o, int stated)
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         assert_ok(lowkey_h5_put_int(w.file, "/", numbers[i].name, numbers[i].value, &err), err);
     assert_ok(lowkey_h5_put_double(w.file, "/", "rms_norm_eps", 1e-6, &err), err);
-    assert_ok(lowkey_h5_put_string(w.file, "/", "architecture", "llama", &err), err);
+    assert_ok(
+        lowkey_h5_put_string(w.file, "/", "architecture", o.extended ? "extended" : "llama", &err), err);
+    if (o.extended) write_extended(w.file);
     assert_ok(lowkey_h5_put_string(w.file, "/", "source", "s", &err), err);
     assert_ok(lowkey_h5_put_string(w.file, "/", "license", "l", &err), err);
     assert_ok(lowkey_h5_commit(w.file, NULL, NULL, &err), err);
@@ -166,10 +182,10 @@ static void check_tensor(const float *values, const char *name, int64_t n)
 static void a_model_reads_back_with_every_option(void **state)
 {
     (void)state;
-    for (int bits = 0; bits < 8; bits++) {
+    for (int bits = 0; bits < 16; bits++) {
         lowkey_error err;
         lowkey_model *m;
-        const struct options o = { bits & 1, bits >> 1 & 1, bits >> 2 };
+        const struct options o = { bits & 1, bits >> 1 & 1, bits >> 2 & 1, bits >> 3 };
         write_model(o);
         assert_ok(lowkey_model_open(path, 1, &m, &err), err);
         assert_int_equal(m->n_layers, N_LAYERS);
@@ -193,6 +209,14 @@ static void a_model_reads_back_with_every_option(void **state)
         check_tensor(m->layers[1].down_proj, "/layers/001/down_proj", HIDDEN * INTERMEDIATE);
         assert_int_equal(m->layers[0].key_bias != NULL, o.bias);
         assert_int_equal(m->layers[1].key_norm != NULL, o.qk_norm);
+        assert_int_equal(m->post_norms, o.extended);
+        assert_int_equal(m->activation, o.extended ? LOWKEY_GELU_TANH : LOWKEY_SILU);
+        assert_true(m->embedding_scale == (o.extended ? 4.5 : 1));
+        assert_int_equal(m->layers[0].window, 0);
+        assert_int_equal(m->layers[1].window, o.extended ? 77 : 0);
+        assert_int_equal(m->layers[1].post_ffn_norm != NULL, o.extended);
+        if (o.extended) check_tensor(m->layers[0].post_attention_norm, "/layers/000/post_attention_norm", HIDDEN);
+        if (o.extended) check_tensor(m->layers[1].post_ffn_norm, "/layers/001/post_ffn_norm", HIDDEN);
         if (o.bias) check_tensor(m->layers[0].key_bias, "/layers/000/key_bias", 2 * 16);
         if (o.qk_norm) check_tensor(m->layers[1].key_norm, "/layers/001/key_norm", 8);
         assert_int_equal(m->geometry[1].n_q_heads, 2);

@@ -14,6 +14,7 @@ enum { N = 150 };
 struct fake { /* a store that gives back less than it got, and says what it was asked */
     int windows[2]; /* tokens that a query sees as they were; < 0: before the first, > position + 1: none */
     int n_tokens, n_resets;
+    int attention_window; /* the layer's: a query sees the last so many; 0: all */
 };
 
 static float stored(float x)
@@ -98,6 +99,7 @@ static void check(const lowkey_layer_desc *layer, struct fake fake, int has_wind
             const struct lowkey_attention_step step = {
                 .layer = layer,
                 .n_tokens = N - t < chunk ? N - t : chunk,
+                .window = fake.attention_window,
                 .query = tokens.queries + t * heads * layer->key_head_dim,
                 .key = tokens.keys + t * n_key,
                 .value = tokens.values + t * n_value,
@@ -110,7 +112,8 @@ static void check(const lowkey_layer_desc *layer, struct fake fake, int has_wind
     for (int t = 0; t < N; t++) {
         see(&fake, has_window, LOWKEY_STORE_KEY, t, n_key, tokens.keys, keys);
         see(&fake, has_window, LOWKEY_STORE_VALUE, t, n_value, tokens.values, values);
-        lowkey_oracle_attend(layer, t + 1, 0, keys, values, 1,
+        const int first = fake.attention_window && t >= fake.attention_window ? t - fake.attention_window + 1 : 0;
+        lowkey_oracle_attend(layer, t + 1 - first, first, keys + first * n_key, values + first * n_value, 1,
                              tokens.queries + t * heads * layer->key_head_dim, want, lse, bound);
         const double worst = lowkey_oracle_worst(heads, layer->value_head_dim, out + t * n_out, want, bound);
         if (!(worst <= 1))
@@ -184,11 +187,27 @@ static void a_window_is_seen_in_16_bits_and_what_is_older_as_stored(void **state
         }
 }
 
+static void a_layer_with_a_window_of_its_own_sees_no_older_tokens(void **state)
+{
+    (void)state;
+    static const int attention_windows[] = { 1, 2, 63, 64, 65, 100, N, N + 1 };
+    static const int windows[][2] = { { 0, 0 }, { 7, 90 }, { 128, 3 } };
+    for (int l = 0; l < N_LAYERS; l++)
+        for (int i = 0; i < 8; i++)
+            for (int w = 0; w < 3; w++) {
+                const struct fake fake = { .windows = { windows[w][0], windows[w][1] },
+                                           .attention_window = attention_windows[i] };
+                check(&layers[l], fake, w > 0, 1 + 40 * (i % 3), 1 + w);
+                check(&layers[l], fake, w > 0, N, 2);
+            }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(queries_see_what_the_store_gave_back),
         cmocka_unit_test(a_window_is_seen_in_16_bits_and_what_is_older_as_stored),
+        cmocka_unit_test(a_layer_with_a_window_of_its_own_sees_no_older_tokens),
     };
     return lowkey_run_tests(tests);
 }

@@ -25,7 +25,7 @@ static float *random_floats(uint64_t *state, int n, double center, double spread
     return x;
 }
 
-static void fill_layer(lowkey_model *model, int l, const struct tiny_shape *s, uint64_t *state)
+static void fill_layer(lowkey_model *model, int l, const struct tiny_shape *s, int window, uint64_t *state)
 {
     struct lowkey_model_layer *w = &model->layers[l];
     lowkey_layer_desc *layer = &model->geometry[l];
@@ -61,6 +61,11 @@ static void fill_layer(lowkey_model *model, int l, const struct tiny_shape *s, u
         w->key_bias = random_floats(state, keys, 0, 1);
         w->value_bias = random_floats(state, values, 0, 1);
     }
+    if (model->post_norms) {
+        w->post_attention_norm = random_floats(state, s->hidden, 1, 0.5);
+        w->post_ffn_norm = random_floats(state, s->hidden, 1, 0.5);
+    }
+    w->window = l % 2 ? 0 : window;
     if (s->qk_norm) {
         w->query_norm = random_floats(state, s->key_dim, 1, 0.5);
         w->key_norm = random_floats(state, s->key_dim, 1, 0.5);
@@ -68,6 +73,12 @@ static void fill_layer(lowkey_model *model, int l, const struct tiny_shape *s, u
 }
 
 lowkey_model *lowkey_tiny_model(const struct tiny_shape *s, unsigned seed)
+{
+    return lowkey_tiny_model_with(s, &(struct tiny_extras) { 0 }, seed);
+}
+
+lowkey_model *lowkey_tiny_model_with(const struct tiny_shape *s, const struct tiny_extras *extras,
+                                     unsigned seed)
 {
     uint64_t state = seed;
     lowkey_model *model = take(1, sizeof *model);
@@ -79,12 +90,15 @@ lowkey_model *lowkey_tiny_model(const struct tiny_shape *s, unsigned seed)
     model->tied_output = !s->untied;
     model->attention_bias = s->bias;
     model->qk_norm = s->qk_norm;
+    model->post_norms = extras->post_norms;
+    model->activation = extras->gelu ? LOWKEY_GELU_TANH : LOWKEY_SILU;
+    model->embedding_scale = extras->embedding_scale;
     model->token_embedding = random_floats(&state, s->vocab * s->hidden, 0, 1);
     model->final_norm = random_floats(&state, s->hidden, 1, 0.5);
     model->output = s->untied ? random_floats(&state, s->vocab * s->hidden, 0, 1) : model->token_embedding;
     model->geometry = take((size_t)s->n_layers, sizeof *model->geometry);
     model->layers = take((size_t)s->n_layers, sizeof *model->layers);
-    for (int l = 0; l < s->n_layers; l++) fill_layer(model, l, s, &state);
+    for (int l = 0; l < s->n_layers; l++) fill_layer(model, l, s, extras->window, &state);
     return model;
 }
 
@@ -94,7 +108,8 @@ void lowkey_tiny_model_free(lowkey_model *model)
         struct lowkey_model_layer *w = &model->layers[l];
         float *const all[] = { w->attention_norm, w->query_proj, w->key_proj,   w->value_proj, w->query_bias,
                                w->key_bias,       w->value_bias, w->query_norm, w->key_norm,   w->output_proj,
-                               w->ffn_norm,       w->gate_proj,  w->up_proj,    w->down_proj };
+                               w->ffn_norm,       w->gate_proj,  w->up_proj,    w->down_proj,
+                               w->post_attention_norm, w->post_ffn_norm };
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
         free((void *)model->geometry[l].rope_inv_freq);
     }
@@ -136,9 +151,9 @@ static void oracle_rope(const lowkey_layer_desc *g, int position, double *x)
     }
 }
 
-/* One token's attention over tokens 0..t; q: [n_q_heads][key_dim] and keys are rotated already. */
+/* One token's attention over the window before it, or all of tokens 0..t; q: [n_q_heads][key_dim] and keys are rotated already. */
 static void oracle_attend(const lowkey_layer_desc *g, const double *q, const double *keys,
-                          const double *values, int t, double *out)
+                          const double *values, int t, int window, double *out)
 {
     const int kd = g->key_head_dim, vd = g->value_head_dim, ratio = g->n_q_heads / g->n_kv_heads;
     const double scale = g->logit_scale == 0 ? 1 / sqrt(kd) : g->logit_scale;
@@ -146,6 +161,7 @@ static void oracle_attend(const lowkey_layer_desc *g, const double *q, const dou
         double sum = 0;
         for (int c = 0; c < vd; c++) out[h * vd + c] = 0;
         for (int s = 0; s <= t; s++) {
+            if (window && t - s >= window) continue;
             double score = 0;
             for (int c = 0; c < kd; c++)
                 score += scale * q[h * kd + c] * keys[(s * g->n_kv_heads + h / ratio) * kd + c];
@@ -155,6 +171,12 @@ static void oracle_attend(const lowkey_layer_desc *g, const double *q, const dou
         }
         for (int c = 0; c < vd; c++) out[h * vd + c] /= sum;
     }
+}
+
+static double oracle_activation(enum lowkey_activation activation, double x)
+{
+    if (activation == LOWKEY_SILU) return x / (1 + exp(-x));
+    return x / 2 * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * pow(x, 3))));
 }
 
 static void norm_heads(double *x, const float *weight, int n_heads, int dim, double epsilon)
@@ -187,14 +209,16 @@ static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double 
         if (query) memcpy(value + t * nv, values + t * nv, (size_t)nv * sizeof *q);
         for (int h = 0; h < g->n_q_heads; h++) oracle_rope(g, t, q + h * g->key_head_dim);
         for (int h = 0; h < g->n_kv_heads; h++) oracle_rope(g, t, keys + t * nk + h * g->key_head_dim);
-        oracle_attend(g, q, keys, values, t, mixed);
+        oracle_attend(g, q, keys, values, t, w->window, mixed);
         oracle_matrix(w->output_proj, NULL, mixed, d, no, add);
+        norm_heads(add, w->post_attention_norm, 1, d, m->rms_norm_eps);
         for (int c = 0; c < d; c++) x[t * d + c] += add[c];
         oracle_norm(x + t * d, w->ffn_norm, d, m->rms_norm_eps, normed);
         oracle_matrix(w->gate_proj, NULL, normed, ffn, d, gate);
         oracle_matrix(w->up_proj, NULL, normed, ffn, d, up);
-        for (int c = 0; c < ffn; c++) gate[c] *= up[c] / (1 + exp(-gate[c]));
+        for (int c = 0; c < ffn; c++) gate[c] = oracle_activation(m->activation, gate[c]) * up[c];
         oracle_matrix(w->down_proj, NULL, gate, d, ffn, add);
+        norm_heads(add, w->post_ffn_norm, 1, d, m->rms_norm_eps);
         for (int c = 0; c < d; c++) x[t * d + c] += add[c];
     }
     double *const all[] = { normed, q, mixed, keys, values, gate, up, add };
@@ -205,8 +229,9 @@ void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n,
                         double *query, double *key, double *value)
 {
     const int d = model->hidden_size;
+    const double scale = model->embedding_scale == 0 ? 1 : model->embedding_scale;
     for (int t = 0; t < n; t++)
-        for (int c = 0; c < d; c++) hidden[t * d + c] = (double)model->token_embedding[tokens[t] * d + c];
+        for (int c = 0; c < d; c++) hidden[t * d + c] = (double)model->token_embedding[tokens[t] * d + c] * scale;
     for (int i = 0; i < model->n_layers; i++)
         oracle_layer(model, i, n, hidden, i == l ? query : NULL, key, value);
     for (int t = 0; t < n; t++)

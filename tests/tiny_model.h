@@ -1,4 +1,4 @@
-/* tiny_model.h - a small random Llama-like model in memory, and its forward pass in f64, written token by token. */
+/* tiny_model.h - a small random Llama-like or Gemma-like model in memory, and its forward pass in f64, written token by token. */
 #ifndef LOWKEY_TINY_MODEL_H
 #define LOWKEY_TINY_MODEL_H
 
@@ -12,8 +12,15 @@ struct tiny_shape {
     int untied, bias, qk_norm;
 };
 
-lowkey_model *lowkey_tiny_model(const struct tiny_shape *shape,
-                                unsigned seed); /* aborts where there is no memory */
+struct tiny_extras { /* what an extended model has; all 0: as Llama */
+    int post_norms, gelu, window; /* window: of layers 0, 2, 4 .. */
+    double embedding_scale; /* 0: 1 */
+};
+
+/* Both abort where there is no memory. */
+lowkey_model *lowkey_tiny_model(const struct tiny_shape *shape, unsigned seed);
+lowkey_model *lowkey_tiny_model_with(const struct tiny_shape *shape, const struct tiny_extras *extras,
+                                     unsigned seed);
 void lowkey_tiny_model_free(lowkey_model *model);
 
 /* Forward of n tokens at positions 0..n-1. hidden: [n][hidden], after the final norm. If query is not NULL: query, key

@@ -10,6 +10,7 @@
 struct lowkey_attention_step {
     const lowkey_layer_desc *layer; /* layer->index: its number in the model */
     int n_tokens;
+    int window; /* a query sees the last so many tokens, its own included; 0: all */
     const float *query; /* [n_tokens][n_q_heads][key_head_dim] */
     const float *key; /* [n_tokens][n_kv_heads][key_head_dim] */
     const float *value; /* [n_tokens][n_kv_heads][value_head_dim] */
@@ -17,7 +18,7 @@ struct lowkey_attention_step {
 };
 
 struct lowkey_attention {
-    /* Add the tokens, and attend: each query sees all tokens up to its own. */
+    /* Add the tokens, and attend: each query sees the tokens up to its own, all or a window of them. */
     lowkey_status (*step)(void *user, const struct lowkey_attention_step *step, lowkey_error *err);
     lowkey_status (*reset)(void *user, lowkey_error *err); /* forget all tokens: another sequence begins */
     void *user;

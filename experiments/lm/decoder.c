@@ -145,6 +145,31 @@ static void norm_rows(const lowkey_decoder *decoder, const float *weight, int fi
     }
 }
 
+/* The residual += norm(add); add is overwritten. */
+static void add_rows(const lowkey_model *model, const float *weight, int n_rows, float *add, float *residual)
+{
+    const size_t hidden = (size_t)model->hidden_size;
+    for (size_t t = 0; t < (size_t)n_rows; t++) {
+        float *row = add + t * hidden;
+        rms_norm(row, weight, model->hidden_size, model->rms_norm_eps, row);
+        for (size_t c = 0; c < hidden; c++) residual[t * hidden + c] += row[c];
+    }
+}
+
+/* gate = activation(gate) * up, n numbers. */
+static void activate(enum lowkey_activation activation, float *gate, const float *up, size_t n)
+{
+    if (activation == LOWKEY_SILU) {
+        for (size_t c = 0; c < n; c++) gate[c] = gate[c] / (1 + expf(-gate[c])) * up[c];
+        return;
+    }
+    const float root = 0.797884560802865f; /* sqrt(2 / pi) */
+    for (size_t c = 0; c < n; c++) {
+        const float x = gate[c];
+        gate[c] = 0.5f * x * (1 + tanhf(root * (x + 0.044715f * x * x * x))) * up[c];
+    }
+}
+
 /* Queries, keys, values of a block of tokens: norm, projection, bias, QK-norm. */
 static void before_attention(void *arg, int i)
 {
@@ -176,7 +201,8 @@ static void before_attention(void *arg, int i)
                  key + (size_t)r * (size_t)dim);
 }
 
-/* Output projection and feed-forward of a block of tokens: down(silu(gate x) * up x), both added to the residual. */
+/* Output projection and feed-forward of a block of tokens, down(activation(gate x) * up x), both added to the residual;
+ * where the model has norms behind them, through the rows of `normed`. */
 static void after_attention(void *arg, int i)
 {
     const struct chunk *chunk = arg;
@@ -187,19 +213,21 @@ static void after_attention(void *arg, int i)
     const int first = i * TOKEN_BLOCK, n_rows = block_rows(chunk, first);
     const int hidden = model->hidden_size, ffn = model->intermediate_size;
     const int n_mixed = layer->n_q_heads * layer->value_head_dim;
-    const float *normed = decoder->normed + (size_t)first * (size_t)hidden;
+    float *normed = decoder->normed + (size_t)first * (size_t)hidden;
     float *residual = decoder->residual + (size_t)first * (size_t)hidden;
     float *gate = decoder->gate + (size_t)first * (size_t)ffn;
     float *up = decoder->up + (size_t)first * (size_t)ffn;
 
+    const int post = model->post_norms;
     project(decoder->mixed + (size_t)first * (size_t)n_mixed, n_rows, n_mixed, weights->output_proj, hidden,
-            NULL, 1, residual);
+            NULL, !post, post ? normed : residual);
+    if (post) add_rows(model, weights->post_attention_norm, n_rows, normed, residual);
     norm_rows(decoder, weights->ffn_norm, first, n_rows);
     project(normed, n_rows, hidden, weights->gate_proj, ffn, NULL, 0, gate);
     project(normed, n_rows, hidden, weights->up_proj, ffn, NULL, 0, up);
-    for (size_t c = 0; c < (size_t)n_rows * (size_t)ffn; c++)
-        gate[c] = gate[c] / (1 + expf(-gate[c])) * up[c];
-    project(gate, n_rows, ffn, weights->down_proj, hidden, NULL, 1, residual);
+    activate(model->activation, gate, up, (size_t)n_rows * (size_t)ffn);
+    project(gate, n_rows, ffn, weights->down_proj, hidden, NULL, !post, post ? normed : residual);
+    if (post) add_rows(model, weights->post_ffn_norm, n_rows, normed, residual);
 }
 
 static lowkey_status run_layer(lowkey_decoder *decoder, int l, int n_tokens, lowkey_error *err)
@@ -211,6 +239,7 @@ static lowkey_status run_layer(lowkey_decoder *decoder, int l, int n_tokens, low
     const struct lowkey_attention_step step = {
         .layer = &decoder->config.model->geometry[l],
         .n_tokens = n_tokens,
+        .window = decoder->config.model->layers[l].window,
         .query = decoder->query,
         .key = decoder->key,
         .value = decoder->value,
@@ -236,6 +265,9 @@ lowkey_status lowkey_decoder_forward(lowkey_decoder *decoder, const int32_t *tok
         memcpy(decoder->residual + (size_t)t * width, model->token_embedding + (size_t)tokens[t] * width,
                width * sizeof(float));
     }
+    if (model->embedding_scale != 0 && model->embedding_scale != 1)
+        for (size_t i = 0; i < (size_t)n_tokens * width; i++)
+            decoder->residual[i] *= (float)model->embedding_scale;
     for (int l = 0; l < decoder->config.n_layers; l++) LOWKEY_TRY(run_layer(decoder, l, n_tokens, err));
     if (!hidden) return LOWKEY_OK;
     norm_rows(decoder, model->final_norm, 0, n_tokens);

@@ -180,18 +180,25 @@ static float largest(const float *x, int n)
     return max[0];
 }
 
-/* Softmax over the first n_visible of n scores, the rest 0. The sum is f64: n may be large. */
-static void softmax(float *scores, int n_visible, int n)
+/* The first token that the query at a position sees. */
+static int first_seen(int window, int position)
 {
-    const float max = largest(scores, n_visible);
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
+/* Softmax over scores first..end-1 of n, the rest 0. The sum is f64: n may be large. */
+static void softmax(float *scores, int first, int end, int n)
+{
+    const float max = largest(scores + first, end - first);
     double sum = 0;
-    for (int t = 0; t < n_visible; t++) {
+    for (int t = first; t < end; t++) {
         scores[t] = expf(scores[t] - max);
         sum += (double)scores[t];
     }
     const float scale = (float)(1 / sum);
-    for (int t = 0; t < n_visible; t++) scores[t] *= scale;
-    memset(scores + n_visible, 0, (size_t)(n - n_visible) * sizeof *scores);
+    for (int t = first; t < end; t++) scores[t] *= scale;
+    memset(scores, 0, (size_t)first * sizeof *scores);
+    memset(scores + end, 0, (size_t)(n - end) * sizeof *scores);
 }
 
 /* Where the window begins for a query at a position: tokens from there on are seen as they were. */
@@ -201,8 +208,8 @@ static int window_start(const lowkey_plain_attention *attention, enum lowkey_sto
     return from < 0 ? 0 : from > position + 1 ? position + 1 : from;
 }
 
-struct block { /* queries of one query head, and what they see: tokens 0..n_visible-1 */
-    int n_rows, n_visible;
+struct block { /* queries of one query head, and what they see: tokens start..n_visible-1 */
+    int n_rows, start, n_visible;
     int position; /* of the first query */
     size_t kv; /* offset of the KV head's tokens in a view */
     const float *queries; /* [n_rows][key_head_dim], after RoPE */
@@ -280,6 +287,7 @@ static void attend_block(const struct work *work, int h, int first_query, int n_
     const int has_window = work->layer->exact.keys != NULL;
     const struct block block = {
         .n_rows = n_rows,
+        .start = first_seen(step->window, position),
         .n_visible = n_visible,
         .position = position,
         .kv = (size_t)(h / (layer->n_q_heads / layer->n_kv_heads)) * (size_t)work->attention->max_tokens,
@@ -293,21 +301,22 @@ static void attend_block(const struct work *work, int h, int first_query, int n_
         lowkey_rope_angles(layer, position + j, cosine, sine);
         lowkey_rope_turn(layer, cosine, sine, query, queries + (size_t)j * (size_t)key_dim);
     }
-    score(work, &block, &work->layer->stored, 0, scores);
+    score(work, &block, &work->layer->stored, block.start, scores);
     if (has_window) take_exact_scores(work, &block);
     for (int j = 0; j < n_rows; j++)
-        softmax(scores + (size_t)j * (size_t)n_visible, position + j + 1, n_visible);
+        softmax(scores + (size_t)j * (size_t)n_visible, first_seen(step->window, position + j), position + j + 1,
+                n_visible);
 
     float *out = step->out + row * (size_t)value_dim;
     if (!has_window) {
-        mix(work, &block, &work->layer->stored, 0, n_visible, scores, 0, out);
+        mix(work, &block, &work->layer->stored, block.start, n_visible, scores, 0, out);
         return;
     }
     const int first = window_start(work->attention, LOWKEY_STORE_VALUE, position),
               end = window_start(work->attention, LOWKEY_STORE_VALUE, n_visible - 1);
     part_weights(work, &block, first);
     mix(work, &block, &work->layer->exact, first, n_visible, exact_scores, 0, out);
-    mix(work, &block, &work->layer->stored, 0, end, scores, 1, out);
+    mix(work, &block, &work->layer->stored, block.start, end, scores, 1, out);
 }
 
 static void attend_lane(void *arg, int lane)
