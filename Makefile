@@ -38,7 +38,7 @@ endif
 
 objects  = $(patsubst %,$B/%.o,$(wildcard $(1:%=%/*.c)))
 library := $(call objects,formats kernels runtime)
-tools   := $(filter-out %/lowkey.c.o,$(call objects,calib experiments experiments/lm notebooks-export))
+tools   := $(filter-out %/lowkey.c.o,$(call objects,calib experiments experiments/lm experiments/peers notebooks-export))
 tests   := $(patsubst %.c,$B/%,$(wildcard tests/test_*.c))
 support := $(filter-out $B/tests/test_%,$(call objects,tests))
 

@@ -1,0 +1,93 @@
+/* peer_table.c - the formats by name: which method quantizes keys, which values, and with which settings. */
+#include <string.h>
+
+#include "experiments/peers/peer_parts.h"
+
+/* Keys and values alike, tokens on their own; the rest is 0. */
+#define BOTH(method_, ...)                                                                                   \
+    .key = &(method_), .value = &(method_), .key_setting = { __VA_ARGS__ }, .value_setting = { __VA_ARGS__ }
+
+#define PER_TOKEN(name_, method_, bits_)                                                                     \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 1, BOTH(method_, .bits = bits_)                                       \
+    }
+
+#define SCOPED(name_, method_, scope_)                                                                       \
+    {                                                                                                        \
+        .name = name_, .group_tokens = (scope_) == LOWKEY_PER_PAGE ? 64 : 1,                                 \
+        .wants = (scope_) == LOWKEY_PER_TENSOR || (scope_) == LOWKEY_PER_HEAD ? LOWKEY_PEER_FITS : 0,        \
+        BOTH(method_, .scope = scope_)                                                                       \
+    }
+
+#define KIVI(name_, bits_, window_)                                                                          \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 32, .window = window_, .window_blocks = window_,                      \
+        .key = &lowkey_peer_channel_groups, .key_setting = { .bits = bits_, .group = 32 },                   \
+        .value = &lowkey_peer_token_groups, .value_setting = {                                               \
+            .bits = bits_,                                                                                   \
+            .group = 32                                                                                      \
+        }                                                                                                    \
+    }
+
+#define KITTY(name_, share_, window_)                                                                        \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 128, .window = window_, .window_blocks = window_,                     \
+        .key = &lowkey_peer_kitty_keys, .key_setting = { .bits = 2, .group = 128, .rate = share_ },          \
+        .value = &lowkey_peer_token_groups, .value_setting = {                                               \
+            .bits = 2,                                                                                       \
+            .group = 128                                                                                     \
+        }                                                                                                    \
+    }
+
+static const struct lowkey_peer_format formats[] = {
+    PER_TOKEN("q8_0", lowkey_peer_q8_0, 8),
+    PER_TOKEN("q4_0", lowkey_peer_q4_0, 4),
+    SCOPED("fp8-e4m3", lowkey_peer_e4m3, LOWKEY_PER_NOTHING),
+    SCOPED("fp8-e4m3-tensor", lowkey_peer_e4m3, LOWKEY_PER_TENSOR),
+    SCOPED("fp8-e4m3-head", lowkey_peer_e4m3, LOWKEY_PER_HEAD),
+    SCOPED("fp8-e4m3-page", lowkey_peer_e4m3, LOWKEY_PER_PAGE),
+    SCOPED("fp8-e4m3-token", lowkey_peer_e4m3, LOWKEY_PER_TOKEN),
+    SCOPED("fp8-e5m2", lowkey_peer_e5m2, LOWKEY_PER_NOTHING),
+    SCOPED("fp8-e5m2-tensor", lowkey_peer_e5m2, LOWKEY_PER_TENSOR),
+    SCOPED("fp8-e5m2-head", lowkey_peer_e5m2, LOWKEY_PER_HEAD),
+    SCOPED("fp8-e5m2-page", lowkey_peer_e5m2, LOWKEY_PER_PAGE),
+    SCOPED("fp8-e5m2-token", lowkey_peer_e5m2, LOWKEY_PER_TOKEN),
+    SCOPED("nvfp4", lowkey_peer_nvfp4, LOWKEY_PER_NOTHING),
+    SCOPED("nvfp4-tensor", lowkey_peer_nvfp4, LOWKEY_PER_TENSOR),
+    SCOPED("nvfp4-head", lowkey_peer_nvfp4, LOWKEY_PER_HEAD),
+    SCOPED("nvfp4-page", lowkey_peer_nvfp4, LOWKEY_PER_PAGE),
+    SCOPED("nvfp4-token", lowkey_peer_nvfp4, LOWKEY_PER_TOKEN),
+    PER_TOKEN("int-4", lowkey_peer_int, 4),
+    PER_TOKEN("int-3", lowkey_peer_int, 3),
+    PER_TOKEN("int-2", lowkey_peer_int, 2),
+    PER_TOKEN("nf-4", lowkey_peer_nf, 4),
+    PER_TOKEN("nf-3", lowkey_peer_nf, 3),
+    PER_TOKEN("nf-2", lowkey_peer_nf, 2),
+    KIVI("kivi-4-g32", 4, 0),
+    KIVI("kivi-3-g32", 3, 0),
+    KIVI("kivi-2-g32", 2, 0),
+    KIVI("kivi-4-g32-w128", 4, 128),
+    KIVI("kivi-3-g32-w128", 3, 128),
+    KIVI("kivi-2-g32-w128", 2, 128),
+    KITTY("kitty-2-12", 0.125, 0),
+    KITTY("kitty-2-25", 0.25, 0),
+    KITTY("kitty-2-25-w128", 0.25, 128),
+};
+enum { N_FORMATS = sizeof formats / sizeof formats[0] };
+
+const struct lowkey_peer_format *lowkey_peer_find(const char *name)
+{
+    for (int i = 0; i < N_FORMATS; i++)
+        if (strcmp(formats[i].name, name) == 0) return &formats[i];
+    return NULL;
+}
+
+int lowkey_peer_known(const char *name)
+{
+    return lowkey_peer_find(name) != NULL;
+}
+
+const char *lowkey_peer_name(int i)
+{
+    return i >= 0 && i < N_FORMATS ? formats[i].name : NULL;
+}
