@@ -8,12 +8,12 @@
 #include "formats/half.h"
 #include "formats/side.h"
 
-/* Compile a function for the base machine and for one that has more, and pick when the program is loaded. Only for code
+/* Compile a function for the base machine and for those that have more, and pick when the program is loaded. Only for code
  * whose results are the same bits either way. (ThreadSanitizer is not up yet when the choice is made, and crashes.) */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
-#define LOWKEY_CLONES(feature) __attribute__((target_clones("default", feature)))
+#define LOWKEY_CLONES(...) __attribute__((target_clones("default", __VA_ARGS__)))
 #else
-#define LOWKEY_CLONES(feature)
+#define LOWKEY_CLONES(...)
 #endif
 
 /* A mean of finite numbers can round beyond the largest of them, to infinity: then the end of f32 it is. */

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "calib/threads.h"
+#include "experiments/lm/exponential.h"
 #include "runtime/error.h"
 
 enum { DEFAULT_CHUNK = 1024, TOKEN_BLOCK = 256, VOCABULARY_BLOCK = 4096 };
@@ -159,15 +160,10 @@ static void add_rows(const lowkey_model *model, const float *weight, int n_rows,
 /* gate = activation(gate) * up, n numbers. */
 static void activate(enum lowkey_activation activation, float *gate, const float *up, size_t n)
 {
-    if (activation == LOWKEY_SILU) {
-        for (size_t c = 0; c < n; c++) gate[c] = gate[c] / (1 + expf(-gate[c])) * up[c];
-        return;
-    }
-    const float root = 0.797884560802865f; /* sqrt(2 / pi) */
-    for (size_t c = 0; c < n; c++) {
-        const float x = gate[c];
-        gate[c] = 0.5f * x * (1 + tanhf(root * (x + 0.044715f * x * x * x))) * up[c];
-    }
+    if (activation == LOWKEY_SILU)
+        lowkey_swiglu(gate, up, n);
+    else
+        lowkey_geglu(gate, up, n);
 }
 
 /* Queries, keys, values of a block of tokens: norm, projection, bias, QK-norm. */

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "calib/threads.h"
+#include "experiments/lm/exponential.h"
 #include "experiments/lm/rope.h"
 #include "formats/half.h"
 #include "runtime/error.h"
@@ -32,6 +33,7 @@ struct lowkey_plain_attention {
     int has_store;
     struct lowkey_store store;
     struct layer *layers; /* [n_layers] */
+    struct lowkey_rope_table rope;
     float *scores, *exact_scores; /* [n_threads][QUERY_BLOCK][max_tokens]; exact_scores: with a window */
     float *queries; /* [n_threads][QUERY_BLOCK][LOWKEY_MAX_ROPE_PAIRS * 2], after RoPE */
     float *stored_key, *stored_value; /* what the store gave for a step; grown as needed */
@@ -68,6 +70,7 @@ static int allocate(lowkey_plain_attention *attention, const lowkey_model *model
     attention->scores = new_floats(lanes, QUERY_BLOCK, max_tokens);
     attention->queries = new_floats(lanes, QUERY_BLOCK, 2 * LOWKEY_MAX_ROPE_PAIRS);
     if (!attention->layers || !attention->scores || !attention->queries) return 0;
+    if (!lowkey_rope_table_init(&attention->rope, attention->max_tokens)) return 0;
     if (has_window && !(attention->exact_scores = new_floats(lanes, QUERY_BLOCK, max_tokens))) return 0;
     for (int l = 0; l < attention->n_layers; l++) {
         struct layer *layer = &attention->layers[l];
@@ -119,6 +122,7 @@ void lowkey_plain_attention_free(lowkey_plain_attention *attention)
     free(attention->scores);
     free(attention->exact_scores);
     free(attention->queries);
+    lowkey_rope_table_free(&attention->rope);
     free(attention->stored_key);
     free(attention->stored_value);
     free(attention);
@@ -131,7 +135,7 @@ static float in_16_bits(float x)
 
 /* A token's key and value of one head, before RoPE, into a view. rounded: in 16 bits. */
 static void add_token(const struct work *work, const struct view *view, int h, int position, const float *key,
-                      const float *value, int rounded, const float *cosine, const float *sine)
+                      const float *value, int rounded)
 {
     const lowkey_layer_desc *layer = work->step->layer;
     const size_t key_dim = (size_t)layer->key_head_dim, value_dim = (size_t)layer->value_head_dim;
@@ -141,7 +145,7 @@ static void add_token(const struct work *work, const struct view *view, int h, i
     memcpy(value_to, value, value_dim * sizeof(float));
     for (size_t c = 0; rounded && c < key_dim; c++) key_to[c] = in_16_bits(key_to[c]);
     for (size_t c = 0; rounded && c < value_dim; c++) value_to[c] = in_16_bits(value_to[c]);
-    lowkey_rope_turn(layer, cosine, sine, key_to, key_to);
+    lowkey_rope_table_turn(&work->attention->rope, layer, position, key_to, key_to);
 }
 
 /* Tokens i * QUERY_BLOCK.. of the step into the layer's views, keys rotated. */
@@ -151,33 +155,17 @@ static void add_block(void *arg, int i)
     const struct lowkey_attention_step *step = work->step;
     const lowkey_layer_desc *layer = step->layer;
     const size_t key_dim = (size_t)layer->key_head_dim, value_dim = (size_t)layer->value_head_dim;
-    float cosine[LOWKEY_MAX_ROPE_PAIRS], sine[LOWKEY_MAX_ROPE_PAIRS];
     for (int t = i * QUERY_BLOCK; t < step->n_tokens && t < (i + 1) * QUERY_BLOCK; t++) {
         const int position = work->first + t;
-        lowkey_rope_angles(layer, position, cosine, sine);
         for (int h = 0; h < layer->n_kv_heads; h++) {
             const size_t from = (size_t)t * (size_t)layer->n_kv_heads + (size_t)h;
             add_token(work, &work->layer->stored, h, position, work->key + from * key_dim,
-                      work->value + from * value_dim, 0, cosine, sine);
+                      work->value + from * value_dim, 0);
             if (work->layer->exact.keys)
                 add_token(work, &work->layer->exact, h, position, step->key + from * key_dim,
-                          step->value + from * value_dim, 1, cosine, sine);
+                          step->value + from * value_dim, 1);
         }
     }
-}
-
-/* In lanes that do not wait for each other; n >= 1. */
-static float largest(const float *x, int n)
-{
-    enum { LANES = 16 };
-    float max[LANES];
-    int t = 0;
-    for (int i = 0; i < LANES; i++) max[i] = x[0];
-    for (; t + LANES <= n; t += LANES)
-        for (int i = 0; i < LANES; i++) max[i] = x[t + i] > max[i] ? x[t + i] : max[i];
-    for (; t < n; t++) max[0] = x[t] > max[0] ? x[t] : max[0];
-    for (int i = 1; i < LANES; i++) max[0] = max[i] > max[0] ? max[i] : max[0];
-    return max[0];
 }
 
 /* The first token that the query at a position sees. */
@@ -189,12 +177,8 @@ static int first_seen(int window, int position)
 /* Softmax over scores first..end-1 of n, the rest 0. The sum is f64: n may be large. */
 static void softmax(float *scores, int first, int end, int n)
 {
-    const float max = largest(scores + first, end - first);
-    double sum = 0;
-    for (int t = first; t < end; t++) {
-        scores[t] = expf(scores[t] - max);
-        sum += (double)scores[t];
-    }
+    const float max = lowkey_largest(scores + first, end - first, NULL);
+    const double sum = lowkey_exp_row(scores + first, end - first, max);
     const float scale = (float)(1 / sum);
     for (int t = first; t < end; t++) scores[t] *= scale;
     memset(scores, 0, (size_t)first * sizeof *scores);
@@ -295,17 +279,15 @@ static void attend_block(const struct work *work, int h, int first_query, int n_
         .scores = scores,
         .exact_scores = exact_scores,
     };
-    float cosine[LOWKEY_MAX_ROPE_PAIRS], sine[LOWKEY_MAX_ROPE_PAIRS];
-    for (int j = 0; j < n_rows; j++) {
-        const float *query = step->query + (row + (size_t)j * (size_t)layer->n_q_heads) * (size_t)key_dim;
-        lowkey_rope_angles(layer, position + j, cosine, sine);
-        lowkey_rope_turn(layer, cosine, sine, query, queries + (size_t)j * (size_t)key_dim);
-    }
+    for (int j = 0; j < n_rows; j++)
+        lowkey_rope_table_turn(&work->attention->rope, layer, position + j,
+                               step->query + (row + (size_t)j * (size_t)layer->n_q_heads) * (size_t)key_dim,
+                               queries + (size_t)j * (size_t)key_dim);
     score(work, &block, &work->layer->stored, block.start, scores);
     if (has_window) take_exact_scores(work, &block);
     for (int j = 0; j < n_rows; j++)
-        softmax(scores + (size_t)j * (size_t)n_visible, first_seen(step->window, position + j), position + j + 1,
-                n_visible);
+        softmax(scores + (size_t)j * (size_t)n_visible, first_seen(step->window, position + j),
+                position + j + 1, n_visible);
 
     float *out = step->out + row * (size_t)value_dim;
     if (!has_window) {
@@ -390,6 +372,7 @@ static lowkey_status attend(void *user, const struct lowkey_attention_step *step
                          .key = step->key,
                          .value = step->value };
     if (attention->has_store) LOWKEY_TRY(put(&work, err));
+    lowkey_rope_table_make(&attention->rope, step->layer, work.first + step->n_tokens);
     lowkey_threads_run(&attention->n_threads, n_blocks, add_block, &work);
     layer->n_tokens += step->n_tokens;
     lowkey_threads_run(&attention->n_threads, attention->n_threads, attend_lane, &work);
