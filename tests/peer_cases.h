@@ -5,6 +5,14 @@
 #include "experiments/peers/peers.h"
 #include "tests/captured.h"
 
+/* |got - want| <= tolerance, as doubles. */
+#define assert_about(got, want, tolerance)                                                                   \
+    do {                                                                                                     \
+        const double got_about_ = (double)(got), want_about_ = (double)(want);                               \
+        if (!(got_about_ - want_about_ <= (tolerance) && want_about_ - got_about_ <= (tolerance)))           \
+            fail_msg("%s is %.9g, expected %.9g", #got, got_about_, want_about_);                            \
+    } while (0)
+
 struct peer_shape {
     int n_q_heads, n_kv_heads, key_head_dim, value_head_dim, rope_dims;
     lowkey_pairing pairing;

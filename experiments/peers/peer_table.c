@@ -19,6 +19,20 @@
         BOTH(method_, .scope = scope_)                                                                       \
     }
 
+#define PRODUCT(name_, bits_)                                                                                \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 1, .key = &lowkey_peer_turboquant_product,                            \
+        .key_setting = { .bits = bits_ }, .value = &lowkey_peer_turboquant, .value_setting = {               \
+            .bits = bits_                                                                                    \
+        }                                                                                                    \
+    }
+
+#define COUPLED(name_, channels_)                                                                            \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 1, .before_rope = 1,                                                  \
+        .wants = LOWKEY_PEER_FITS | LOWKEY_PEER_GRADIENTS, BOTH(lowkey_peer_coupled, .group = channels_)     \
+    }
+
 #define KIVI(name_, bits_, window_)                                                                          \
     {                                                                                                        \
         .name = name_, .group_tokens = 32, .window = window_, .window_blocks = window_,                      \
@@ -63,6 +77,15 @@ static const struct lowkey_peer_format formats[] = {
     PER_TOKEN("nf-4", lowkey_peer_nf, 4),
     PER_TOKEN("nf-3", lowkey_peer_nf, 3),
     PER_TOKEN("nf-2", lowkey_peer_nf, 2),
+    PER_TOKEN("turboquant-4", lowkey_peer_turboquant, 4),
+    PER_TOKEN("turboquant-3", lowkey_peer_turboquant, 3),
+    PER_TOKEN("turboquant-2", lowkey_peer_turboquant, 2),
+    PRODUCT("turboquant-prod-4", 4),
+    PRODUCT("turboquant-prod-3", 3),
+    PRODUCT("turboquant-prod-2", 2),
+    COUPLED("cq-2c8b", 2),
+    COUPLED("cq-4c8b", 4),
+    COUPLED("cq-8c8b", 8),
     KIVI("kivi-4-g32", 4, 0),
     KIVI("kivi-3-g32", 3, 0),
     KIVI("kivi-2-g32", 2, 0),
