@@ -185,7 +185,7 @@ static void norm_heads(double *x, const float *weight, int n_heads, int dim, dou
 }
 
 static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double *query, double *key,
-                         double *value)
+                         double *value, tiny_change *change, void *user)
 {
     const lowkey_layer_desc *g = &m->geometry[l];
     const struct lowkey_model_layer *w = &m->layers[l];
@@ -207,6 +207,7 @@ static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double 
         if (query) memcpy(query + t * nq, q, (size_t)nq * sizeof *q);
         if (query) memcpy(key + t * nk, keys + t * nk, (size_t)nk * sizeof *q);
         if (query) memcpy(value + t * nv, values + t * nv, (size_t)nv * sizeof *q);
+        if (change) change(user, l, t, keys + t * nk, values + t * nv);
         for (int h = 0; h < g->n_q_heads; h++) oracle_rope(g, t, q + h * g->key_head_dim);
         for (int h = 0; h < g->n_kv_heads; h++) oracle_rope(g, t, keys + t * nk + h * g->key_head_dim);
         oracle_attend(g, q, keys, values, t, w->window, mixed);
@@ -225,15 +226,27 @@ static void oracle_layer(const lowkey_model *m, int l, int n, double *x, double 
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l,
-                        double *query, double *key, double *value)
+static void oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l,
+                   double *query, double *key, double *value, tiny_change *change, void *user)
 {
     const int d = model->hidden_size;
     const double scale = model->embedding_scale == 0 ? 1 : model->embedding_scale;
     for (int t = 0; t < n; t++)
         for (int c = 0; c < d; c++) hidden[t * d + c] = (double)model->token_embedding[tokens[t] * d + c] * scale;
     for (int i = 0; i < model->n_layers; i++)
-        oracle_layer(model, i, n, hidden, i == l ? query : NULL, key, value);
+        oracle_layer(model, i, n, hidden, i == l ? query : NULL, key, value, change, user);
     for (int t = 0; t < n; t++)
         oracle_norm(hidden + t * d, model->final_norm, d, model->rms_norm_eps, hidden + t * d);
+}
+
+void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l,
+                        double *query, double *key, double *value)
+{
+    oracle(model, tokens, n, hidden, l, query, key, value, NULL, NULL);
+}
+
+void lowkey_tiny_oracle_changed(const lowkey_model *model, const int32_t *tokens, int n, double *hidden,
+                                tiny_change *change, void *user)
+{
+    oracle(model, tokens, n, hidden, -1, NULL, NULL, NULL, change, user);
 }

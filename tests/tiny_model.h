@@ -23,9 +23,15 @@ lowkey_model *lowkey_tiny_model_with(const struct tiny_shape *shape, const struc
                                      unsigned seed);
 void lowkey_tiny_model_free(lowkey_model *model);
 
+/* What attention sees of token t's key and value at layer l, before RoPE: changed in place. NULL: as they are. */
+typedef void tiny_change(void *user, int l, int t, double *key, double *value);
+
 /* Forward of n tokens at positions 0..n-1. hidden: [n][hidden], after the final norm. If query is not NULL: query, key
  * and value of layer l before RoPE, [n][heads][dim]. */
 void lowkey_tiny_oracle(const lowkey_model *model, const int32_t *tokens, int n, double *hidden, int l,
                         double *query, double *key, double *value);
+/* hidden only, with keys and values changed on their way into attention. */
+void lowkey_tiny_oracle_changed(const lowkey_model *model, const int32_t *tokens, int n, double *hidden,
+                                tiny_change *change, void *user);
 
 #endif

@@ -3,20 +3,17 @@
 #include "experiments/lm/decoder.h"
 
 #include <cblas.h>
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "calib/threads.h"
-#include "experiments/lm/exponential.h"
+#include "experiments/lm/layer.h"
 #include "runtime/error.h"
 
-enum { DEFAULT_CHUNK = 1024, TOKEN_BLOCK = 256, VOCABULARY_BLOCK = 4096 };
+enum { DEFAULT_CHUNK = 1024, VOCABULARY_BLOCK = 4096 };
 
 struct lowkey_decoder {
     struct lowkey_decoder_config config;
-    /* [max_chunk][..]: the residual stream, its norm, what attention takes and gives, what the feed-forward takes */
-    float *residual, *normed, *query, *key, *value, *mixed, *gate, *up;
+    struct lowkey_layer_rows rows; /* [max_chunk][..]; one residual stream, and SwiGLU in place */
 };
 
 static float *new_rows(int n_rows, size_t width)
@@ -30,26 +27,24 @@ static int allocate(lowkey_decoder *decoder)
 {
     const lowkey_model *model = decoder->config.model;
     const int rows = decoder->config.max_chunk;
-    size_t query = 0, key = 0, value = 0, mixed = 0;
+    struct lowkey_layer_widths widest = { 0 };
     for (int l = 0; l < decoder->config.n_layers; l++) {
-        const lowkey_layer_desc *layer = &model->geometry[l];
-        const size_t q_heads = (size_t)layer->n_q_heads, kv_heads = (size_t)layer->n_kv_heads;
-        if (query < q_heads * (size_t)layer->key_head_dim) query = q_heads * (size_t)layer->key_head_dim;
-        if (mixed < q_heads * (size_t)layer->value_head_dim) mixed = q_heads * (size_t)layer->value_head_dim;
-        if (key < kv_heads * (size_t)layer->key_head_dim) key = kv_heads * (size_t)layer->key_head_dim;
-        if (value < kv_heads * (size_t)layer->value_head_dim)
-            value = kv_heads * (size_t)layer->value_head_dim;
+        const struct lowkey_layer_widths widths = lowkey_layer_widths(model, l);
+        if (widest.query < widths.query) widest.query = widths.query;
+        if (widest.key < widths.key) widest.key = widths.key;
+        if (widest.value < widths.value) widest.value = widths.value;
+        if (widest.mixed < widths.mixed) widest.mixed = widths.mixed;
     }
-    decoder->residual = new_rows(rows, (size_t)model->hidden_size);
-    decoder->normed = new_rows(rows, (size_t)model->hidden_size);
-    decoder->query = new_rows(rows, query);
-    decoder->key = new_rows(rows, key);
-    decoder->value = new_rows(rows, value);
-    decoder->mixed = new_rows(rows, mixed);
-    decoder->gate = new_rows(rows, (size_t)model->intermediate_size);
-    decoder->up = new_rows(rows, (size_t)model->intermediate_size);
-    return decoder->residual && decoder->normed && decoder->query && decoder->key && decoder->value &&
-           decoder->mixed && decoder->gate && decoder->up;
+    struct lowkey_layer_rows *to = &decoder->rows;
+    to->residual = to->middle = to->out = new_rows(rows, (size_t)model->hidden_size);
+    to->normed = to->attended = to->fed = new_rows(rows, (size_t)model->hidden_size);
+    to->query = to->raw_query = new_rows(rows, widest.query);
+    to->key = to->raw_key = new_rows(rows, widest.key);
+    to->value = new_rows(rows, widest.value);
+    to->mixed = new_rows(rows, widest.mixed);
+    to->gate = to->act = new_rows(rows, (size_t)model->intermediate_size);
+    to->up = new_rows(rows, (size_t)model->intermediate_size);
+    return to->residual && to->normed && to->query && to->key && to->value && to->mixed && to->gate && to->up;
 }
 
 lowkey_status lowkey_decoder_create(const struct lowkey_decoder_config *config, lowkey_decoder **out,
@@ -81,14 +76,10 @@ lowkey_status lowkey_decoder_create(const struct lowkey_decoder_config *config, 
 void lowkey_decoder_free(lowkey_decoder *decoder)
 {
     if (!decoder) return;
-    free(decoder->residual);
-    free(decoder->normed);
-    free(decoder->query);
-    free(decoder->key);
-    free(decoder->value);
-    free(decoder->mixed);
-    free(decoder->gate);
-    free(decoder->up);
+    float *const all[] = { decoder->rows.residual, decoder->rows.normed, decoder->rows.query,
+                           decoder->rows.key,      decoder->rows.value,  decoder->rows.mixed,
+                           decoder->rows.gate,     decoder->rows.up };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(decoder);
 }
 
@@ -107,139 +98,51 @@ lowkey_status lowkey_decoder_reset(lowkey_decoder *decoder, lowkey_error *err)
     return decoder->config.attention.reset(decoder->config.attention.user, err);
 }
 
-/* out = x / rms(x) * weight; out may be x. */
-static void rms_norm(const float *x, const float *weight, int n, double epsilon, float *out)
-{
-    double sum = 0;
-    for (int c = 0; c < n; c++) sum += (double)x[c] * (double)x[c];
-    const float scale = (float)(1 / sqrt(sum / n + epsilon));
-    for (int c = 0; c < n; c++) out[c] = x[c] * scale * weight[c];
-}
-
-/* out[n_rows][n_out] = x[n_rows][n_in] W' (+ bias), or added to out. W: [n_out][n_in] */
-static void project(const float *x, int n_rows, int n_in, const float *weight, int n_out, const float *bias,
-                    int add, float *out)
-{
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n_rows, n_out, n_in, 1, x, n_in, weight, n_in,
-                (float)add, out, n_out);
-    for (int t = 0; bias && t < n_rows; t++)
-        for (int c = 0; c < n_out; c++) out[(size_t)t * (size_t)n_out + (size_t)c] += bias[c];
-}
-
 struct chunk { /* what the blocks of one layer need */
     lowkey_decoder *decoder;
     int l, n_tokens;
 };
 
-static int block_rows(const struct chunk *chunk, int first)
+/* Rows of block i of the chunk's tokens; returns how many. */
+static int block_of(const struct chunk *chunk, int i, struct lowkey_layer_rows *rows)
 {
-    return chunk->n_tokens - first < TOKEN_BLOCK ? chunk->n_tokens - first : TOKEN_BLOCK;
+    const lowkey_decoder *decoder = chunk->decoder;
+    const struct lowkey_layer_widths widths = lowkey_layer_widths(decoder->config.model, chunk->l);
+    const int first = i * LOWKEY_TOKEN_BLOCK, left = chunk->n_tokens - first;
+    *rows = lowkey_layer_rows_from(&decoder->rows, &widths, (size_t)first);
+    return left < LOWKEY_TOKEN_BLOCK ? left : LOWKEY_TOKEN_BLOCK;
 }
 
-static void norm_rows(const lowkey_decoder *decoder, const float *weight, int first, int n_rows)
-{
-    const lowkey_model *model = decoder->config.model;
-    for (int t = first; t < first + n_rows; t++) {
-        const size_t row = (size_t)t * (size_t)model->hidden_size;
-        rms_norm(decoder->residual + row, weight, model->hidden_size, model->rms_norm_eps,
-                 decoder->normed + row);
-    }
-}
-
-/* The residual += norm(add); add is overwritten. */
-static void add_rows(const lowkey_model *model, const float *weight, int n_rows, float *add, float *residual)
-{
-    const size_t hidden = (size_t)model->hidden_size;
-    for (size_t t = 0; t < (size_t)n_rows; t++) {
-        float *row = add + t * hidden;
-        rms_norm(row, weight, model->hidden_size, model->rms_norm_eps, row);
-        for (size_t c = 0; c < hidden; c++) residual[t * hidden + c] += row[c];
-    }
-}
-
-/* gate = activation(gate) * up, n numbers. */
-static void activate(enum lowkey_activation activation, float *gate, const float *up, size_t n)
-{
-    if (activation == LOWKEY_SILU)
-        lowkey_swiglu(gate, up, n);
-    else
-        lowkey_geglu(gate, up, n);
-}
-
-/* Queries, keys, values of a block of tokens: norm, projection, bias, QK-norm. */
 static void before_attention(void *arg, int i)
 {
     const struct chunk *chunk = arg;
-    lowkey_decoder *decoder = chunk->decoder;
-    const lowkey_model *model = decoder->config.model;
-    const struct lowkey_model_layer *weights = &model->layers[chunk->l];
-    const lowkey_layer_desc *layer = &model->geometry[chunk->l];
-    const int first = i * TOKEN_BLOCK, n_rows = block_rows(chunk, first), hidden = model->hidden_size;
-    const int n_query = layer->n_q_heads * layer->key_head_dim;
-    const int n_key = layer->n_kv_heads * layer->key_head_dim;
-    const int n_value = layer->n_kv_heads * layer->value_head_dim;
-    const float *normed = decoder->normed + (size_t)first * (size_t)hidden;
-    float *query = decoder->query + (size_t)first * (size_t)n_query;
-    float *key = decoder->key + (size_t)first * (size_t)n_key;
-
-    norm_rows(decoder, weights->attention_norm, first, n_rows);
-    project(normed, n_rows, hidden, weights->query_proj, n_query, weights->query_bias, 0, query);
-    project(normed, n_rows, hidden, weights->key_proj, n_key, weights->key_bias, 0, key);
-    project(normed, n_rows, hidden, weights->value_proj, n_value, weights->value_bias, 0,
-            decoder->value + (size_t)first * (size_t)n_value);
-    if (!weights->query_norm) return;
-    const int dim = layer->key_head_dim;
-    for (int r = 0; r < n_rows * layer->n_q_heads; r++)
-        rms_norm(query + (size_t)r * (size_t)dim, weights->query_norm, dim, model->rms_norm_eps,
-                 query + (size_t)r * (size_t)dim);
-    for (int r = 0; r < n_rows * layer->n_kv_heads; r++)
-        rms_norm(key + (size_t)r * (size_t)dim, weights->key_norm, dim, model->rms_norm_eps,
-                 key + (size_t)r * (size_t)dim);
+    struct lowkey_layer_rows rows;
+    const int n = block_of(chunk, i, &rows);
+    lowkey_layer_before_attention(chunk->decoder->config.model, chunk->l, &rows, n);
 }
 
-/* Output projection and feed-forward of a block of tokens, down(activation(gate x) * up x), both added to the residual;
- * where the model has norms behind them, through the rows of `normed`. */
 static void after_attention(void *arg, int i)
 {
     const struct chunk *chunk = arg;
-    lowkey_decoder *decoder = chunk->decoder;
-    const lowkey_model *model = decoder->config.model;
-    const struct lowkey_model_layer *weights = &model->layers[chunk->l];
-    const lowkey_layer_desc *layer = &model->geometry[chunk->l];
-    const int first = i * TOKEN_BLOCK, n_rows = block_rows(chunk, first);
-    const int hidden = model->hidden_size, ffn = model->intermediate_size;
-    const int n_mixed = layer->n_q_heads * layer->value_head_dim;
-    float *normed = decoder->normed + (size_t)first * (size_t)hidden;
-    float *residual = decoder->residual + (size_t)first * (size_t)hidden;
-    float *gate = decoder->gate + (size_t)first * (size_t)ffn;
-    float *up = decoder->up + (size_t)first * (size_t)ffn;
-
-    const int post = model->post_norms;
-    project(decoder->mixed + (size_t)first * (size_t)n_mixed, n_rows, n_mixed, weights->output_proj, hidden,
-            NULL, !post, post ? normed : residual);
-    if (post) add_rows(model, weights->post_attention_norm, n_rows, normed, residual);
-    norm_rows(decoder, weights->ffn_norm, first, n_rows);
-    project(normed, n_rows, hidden, weights->gate_proj, ffn, NULL, 0, gate);
-    project(normed, n_rows, hidden, weights->up_proj, ffn, NULL, 0, up);
-    activate(model->activation, gate, up, (size_t)n_rows * (size_t)ffn);
-    project(gate, n_rows, ffn, weights->down_proj, hidden, NULL, !post, post ? normed : residual);
-    if (post) add_rows(model, weights->post_ffn_norm, n_rows, normed, residual);
+    struct lowkey_layer_rows rows;
+    const int n = block_of(chunk, i, &rows);
+    lowkey_layer_after_attention(chunk->decoder->config.model, chunk->l, &rows, n);
 }
 
 static lowkey_status run_layer(lowkey_decoder *decoder, int l, int n_tokens, lowkey_error *err)
 {
     struct chunk chunk = { .decoder = decoder, .l = l, .n_tokens = n_tokens };
-    const int n_blocks = (n_tokens + TOKEN_BLOCK - 1) / TOKEN_BLOCK;
+    const int n_blocks = (n_tokens + LOWKEY_TOKEN_BLOCK - 1) / LOWKEY_TOKEN_BLOCK;
     const struct lowkey_attention *attention = &decoder->config.attention;
     lowkey_threads_run(&decoder->config.n_threads, n_blocks, before_attention, &chunk);
     const struct lowkey_attention_step step = {
         .layer = &decoder->config.model->geometry[l],
         .n_tokens = n_tokens,
         .window = decoder->config.model->layers[l].window,
-        .query = decoder->query,
-        .key = decoder->key,
-        .value = decoder->value,
-        .out = decoder->mixed,
+        .query = decoder->rows.query,
+        .key = decoder->rows.key,
+        .value = decoder->rows.value,
+        .out = decoder->rows.mixed,
     };
     LOWKEY_TRY(attention->step(attention->user, &step, err));
     lowkey_threads_run(&decoder->config.n_threads, n_blocks, after_attention, &chunk);
@@ -258,16 +161,13 @@ lowkey_status lowkey_decoder_forward(lowkey_decoder *decoder, const int32_t *tok
         if (tokens[t] < 0 || tokens[t] >= model->vocab_size)
             return lowkey_fail(err, LOWKEY_EINVAL, "decoder: token %d is %d, expected 0 to %d", t, tokens[t],
                                model->vocab_size - 1);
-        memcpy(decoder->residual + (size_t)t * width, model->token_embedding + (size_t)tokens[t] * width,
-               width * sizeof(float));
     }
-    if (model->embedding_scale != 0 && model->embedding_scale != 1)
-        for (size_t i = 0; i < (size_t)n_tokens * width; i++)
-            decoder->residual[i] *= (float)model->embedding_scale;
+    lowkey_layer_embed(model, tokens, n_tokens, decoder->rows.residual);
     for (int l = 0; l < decoder->config.n_layers; l++) LOWKEY_TRY(run_layer(decoder, l, n_tokens, err));
     if (!hidden) return LOWKEY_OK;
-    norm_rows(decoder, model->final_norm, 0, n_tokens);
-    memcpy(hidden, decoder->normed, (size_t)n_tokens * width * sizeof(float));
+    for (size_t t = 0; t < (size_t)n_tokens; t++)
+        lowkey_rms_norm(decoder->rows.residual + t * width, model->final_norm, model->hidden_size,
+                        model->rms_norm_eps, hidden + t * width);
     return LOWKEY_OK;
 }
 

@@ -34,7 +34,7 @@ struct lowkey_gradient_request {
     enum lowkey_loss loss;
     uint64_t seed; /* of LOSS_MODEL */
     const float *reference; /* of LOSS_KL: [n_tokens][hidden_size], after the final norm */
-    /* Called once a layer, last layer first: keys and values as computed and as stored, and the loss's gradient with
+    /* NULL: the loss only. Called once a layer, last layer first: keys and values as computed and as stored, and the loss's gradient with
      * respect to the stored ones, [n_tokens][n_kv_heads][head_dim], keys before RoPE. What the layers below get is the
      * same gradient, passed through the store unchanged ("straight through"). */
     lowkey_status (*on_layer)(void *user, const struct lowkey_gradient_layer *layer, lowkey_error *err);

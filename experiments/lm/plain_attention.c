@@ -6,17 +6,14 @@
 #include "experiments/lm/plain_attention.h"
 
 #include <cblas.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "calib/threads.h"
-#include "experiments/lm/exponential.h"
+#include "experiments/lm/attention_block.h"
 #include "experiments/lm/rope.h"
 #include "formats/half.h"
 #include "runtime/error.h"
-
-enum { QUERY_BLOCK = 64 }; /* queries of one head that share a matrix product */
 
 struct view { /* of the tokens of one layer */
     float *keys; /* [n_kv_heads][max_tokens][key_head_dim], after RoPE */
@@ -34,8 +31,9 @@ struct lowkey_plain_attention {
     struct lowkey_store store;
     struct layer *layers; /* [n_layers] */
     struct lowkey_rope_table rope;
-    float *scores, *exact_scores; /* [n_threads][QUERY_BLOCK][max_tokens]; exact_scores: with a window */
-    float *queries; /* [n_threads][QUERY_BLOCK][LOWKEY_MAX_ROPE_PAIRS * 2], after RoPE */
+    float *scores,
+        *exact_scores; /* [n_threads][LOWKEY_QUERY_BLOCK][max_tokens]; exact_scores: with a window */
+    float *queries; /* [n_threads][LOWKEY_QUERY_BLOCK][LOWKEY_MAX_ROPE_PAIRS * 2], after RoPE */
     float *stored_key, *stored_value; /* what the store gave for a step; grown as needed */
     size_t stored_key_size, stored_value_size;
 };
@@ -67,11 +65,12 @@ static int allocate(lowkey_plain_attention *attention, const lowkey_model *model
     const size_t max_tokens = (size_t)attention->max_tokens, lanes = (size_t)attention->n_threads;
     const int has_window = attention->has_store && attention->store.exact_from;
     attention->layers = calloc((size_t)attention->n_layers, sizeof *attention->layers);
-    attention->scores = new_floats(lanes, QUERY_BLOCK, max_tokens);
-    attention->queries = new_floats(lanes, QUERY_BLOCK, 2 * LOWKEY_MAX_ROPE_PAIRS);
+    attention->scores = new_floats(lanes, LOWKEY_QUERY_BLOCK, max_tokens);
+    attention->queries = new_floats(lanes, LOWKEY_QUERY_BLOCK, 2 * LOWKEY_MAX_ROPE_PAIRS);
     if (!attention->layers || !attention->scores || !attention->queries) return 0;
     if (!lowkey_rope_table_init(&attention->rope, attention->max_tokens)) return 0;
-    if (has_window && !(attention->exact_scores = new_floats(lanes, QUERY_BLOCK, max_tokens))) return 0;
+    if (has_window && !(attention->exact_scores = new_floats(lanes, LOWKEY_QUERY_BLOCK, max_tokens)))
+        return 0;
     for (int l = 0; l < attention->n_layers; l++) {
         struct layer *layer = &attention->layers[l];
         if (!allocate_view(&layer->stored, &model->geometry[l], max_tokens)) return 0;
@@ -148,14 +147,14 @@ static void add_token(const struct work *work, const struct view *view, int h, i
     lowkey_rope_table_turn(&work->attention->rope, layer, position, key_to, key_to);
 }
 
-/* Tokens i * QUERY_BLOCK.. of the step into the layer's views, keys rotated. */
+/* Tokens i * LOWKEY_QUERY_BLOCK.. of the step into the layer's views, keys rotated. */
 static void add_block(void *arg, int i)
 {
     const struct work *work = arg;
     const struct lowkey_attention_step *step = work->step;
     const lowkey_layer_desc *layer = step->layer;
     const size_t key_dim = (size_t)layer->key_head_dim, value_dim = (size_t)layer->value_head_dim;
-    for (int t = i * QUERY_BLOCK; t < step->n_tokens && t < (i + 1) * QUERY_BLOCK; t++) {
+    for (int t = i * LOWKEY_QUERY_BLOCK; t < step->n_tokens && t < (i + 1) * LOWKEY_QUERY_BLOCK; t++) {
         const int position = work->first + t;
         for (int h = 0; h < layer->n_kv_heads; h++) {
             const size_t from = (size_t)t * (size_t)layer->n_kv_heads + (size_t)h;
@@ -166,23 +165,6 @@ static void add_block(void *arg, int i)
                           step->value + from * value_dim, 1);
         }
     }
-}
-
-/* The first token that the query at a position sees. */
-static int first_seen(int window, int position)
-{
-    return window > 0 && position >= window ? position - window + 1 : 0;
-}
-
-/* Softmax over scores first..end-1 of n, the rest 0. The sum is f64: n may be large. */
-static void softmax(float *scores, int first, int end, int n)
-{
-    const float max = lowkey_largest(scores + first, end - first, NULL);
-    const double sum = lowkey_exp_row(scores + first, end - first, max);
-    const float scale = (float)(1 / sum);
-    for (int t = first; t < end; t++) scores[t] *= scale;
-    memset(scores, 0, (size_t)first * sizeof *scores);
-    memset(scores + end, 0, (size_t)(n - end) * sizeof *scores);
 }
 
 /* Where the window begins for a query at a position: tokens from there on are seen as they were. */
@@ -206,10 +188,9 @@ static void score(const struct work *work, const struct block *block, const stru
 {
     const lowkey_layer_desc *layer = work->step->layer;
     const int key_dim = layer->key_head_dim;
-    const double scale = layer->logit_scale != 0 ? layer->logit_scale : 1 / sqrt(key_dim);
     if (first >= block->n_visible) return;
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, block->n_rows, block->n_visible - first, key_dim,
-                (float)scale, block->queries, key_dim,
+                lowkey_attention_scale(layer), block->queries, key_dim,
                 view->keys + (block->kv + (size_t)first) * (size_t)key_dim, key_dim, 0, scores + first,
                 block->n_visible);
 }
@@ -271,7 +252,7 @@ static void attend_block(const struct work *work, int h, int first_query, int n_
     const int has_window = work->layer->exact.keys != NULL;
     const struct block block = {
         .n_rows = n_rows,
-        .start = first_seen(step->window, position),
+        .start = lowkey_attention_start(step->window, position),
         .n_visible = n_visible,
         .position = position,
         .kv = (size_t)(h / (layer->n_q_heads / layer->n_kv_heads)) * (size_t)work->attention->max_tokens,
@@ -286,8 +267,8 @@ static void attend_block(const struct work *work, int h, int first_query, int n_
     score(work, &block, &work->layer->stored, block.start, scores);
     if (has_window) take_exact_scores(work, &block);
     for (int j = 0; j < n_rows; j++)
-        softmax(scores + (size_t)j * (size_t)n_visible, first_seen(step->window, position + j),
-                position + j + 1, n_visible);
+        lowkey_softmax(scores + (size_t)j * (size_t)n_visible,
+                       lowkey_attention_start(step->window, position + j), position + j + 1, n_visible);
 
     float *out = step->out + row * (size_t)value_dim;
     if (!has_window) {
@@ -307,12 +288,13 @@ static void attend_lane(void *arg, int lane)
     const struct lowkey_attention_step *step = work->step;
     const lowkey_plain_attention *attention = work->attention;
     const int n_heads = step->layer->n_q_heads;
-    const int n_blocks = (step->n_tokens + QUERY_BLOCK - 1) / QUERY_BLOCK;
-    float *queries = attention->queries + (size_t)lane * QUERY_BLOCK * 2 * LOWKEY_MAX_ROPE_PAIRS;
-    const size_t scores = (size_t)lane * QUERY_BLOCK * (size_t)attention->max_tokens;
+    const int n_blocks = (step->n_tokens + LOWKEY_QUERY_BLOCK - 1) / LOWKEY_QUERY_BLOCK;
+    float *queries = attention->queries + (size_t)lane * LOWKEY_QUERY_BLOCK * 2 * LOWKEY_MAX_ROPE_PAIRS;
+    const size_t scores = (size_t)lane * LOWKEY_QUERY_BLOCK * (size_t)attention->max_tokens;
     for (int i = lane; i < n_blocks * n_heads; i += attention->n_threads) {
-        const int first = i / n_heads * QUERY_BLOCK;
-        const int n_rows = step->n_tokens - first < QUERY_BLOCK ? step->n_tokens - first : QUERY_BLOCK;
+        const int first = i / n_heads * LOWKEY_QUERY_BLOCK;
+        const int n_rows = step->n_tokens - first < LOWKEY_QUERY_BLOCK ? step->n_tokens - first
+                                                                       : LOWKEY_QUERY_BLOCK;
         attend_block(work, i % n_heads, first, n_rows, queries, attention->scores + scores,
                      attention->exact_scores ? attention->exact_scores + scores : NULL);
     }
@@ -357,7 +339,8 @@ static lowkey_status put(struct work *work, lowkey_error *err)
 static lowkey_status attend(void *user, const struct lowkey_attention_step *step, lowkey_error *err)
 {
     lowkey_plain_attention *attention = user;
-    const int l = step->layer->index, n_blocks = (step->n_tokens + QUERY_BLOCK - 1) / QUERY_BLOCK;
+    const int l = step->layer->index,
+              n_blocks = (step->n_tokens + LOWKEY_QUERY_BLOCK - 1) / LOWKEY_QUERY_BLOCK;
     if (l < 0 || l >= attention->n_layers)
         return lowkey_fail(err, LOWKEY_EINVAL, "attention: no layer %d", l);
     struct layer *layer = &attention->layers[l];
