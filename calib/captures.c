@@ -36,6 +36,12 @@ static lowkey_status open_files(lowkey_captures *captures, int n_paths, const ch
         const struct lowkey_identity first = lowkey_identity_of_activations(paths[0], captures->info);
         const struct lowkey_identity here = lowkey_identity_of_activations(paths[f], info);
         LOWKEY_TRY(lowkey_identity_check(&first, &here, LOWKEY_SAME_LAYERS, err));
+        const unsigned grads = 1u << LOWKEY_KEY_GRAD | 1u << LOWKEY_VALUE_GRAD;
+        if (info->contents & grads && captures->info->contents & grads &&
+            info->gradient_labels != captures->info->gradient_labels)
+            return lowkey_fail(err, LOWKEY_EFORMAT, "gradient_labels: %s has '%s', %s has '%s'", paths[0],
+                               lowkey_gradient_labels_names[captures->info->gradient_labels], paths[f],
+                               lowkey_gradient_labels_names[info->gradient_labels]);
     }
     return LOWKEY_OK;
 }

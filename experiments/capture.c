@@ -1,5 +1,6 @@
 /* capture.c - activations.h5 from a model and tokens. The decoder attends through one function; capture stands in
- * between, writes what it is handed (keys, queries before RoPE, values) and lets the plain attention do the work. */
+ * between, writes what it is handed (keys, queries before RoPE, values) and lets the plain attention do the work. With
+ * gradients a backward pass hands the same over layer by layer, from the last to the first. */
 #include "experiments/capture.h"
 
 #include <endian.h>
@@ -10,6 +11,7 @@
 
 #include "calib/command.h"
 #include "experiments/lm/decoder.h"
+#include "experiments/lm/gradient.h"
 #include "experiments/lm/plain_attention.h"
 #include "experiments/samples.h"
 #include "formats/activations.h"
@@ -30,18 +32,21 @@ static int captured_as(const struct lowkey_capture_request *request, int layer)
     return i < request->n_layers ? i : -1;
 }
 
+static lowkey_status write_rows(const struct capture *capture, int i, enum lowkey_stream stream, int n_tokens,
+                                const float *rows, lowkey_error *err)
+{
+    return lowkey_activations_write(capture->writer, i, stream, capture->row, n_tokens, rows, err);
+}
+
 static lowkey_status write_and_attend(void *user, const struct lowkey_attention_step *step, lowkey_error *err)
 {
     struct capture *capture = user;
     const int i = captured_as(capture->request, step->layer->index);
     if (i >= 0) {
-        LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_KEY, capture->row, step->n_tokens,
-                                            step->key, err));
-        LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_VALUE, capture->row, step->n_tokens,
-                                            step->value, err));
+        LOWKEY_TRY(write_rows(capture, i, LOWKEY_KEY, step->n_tokens, step->key, err));
+        LOWKEY_TRY(write_rows(capture, i, LOWKEY_VALUE, step->n_tokens, step->value, err));
         if (capture->request->queries)
-            LOWKEY_TRY(lowkey_activations_write(capture->writer, i, LOWKEY_QUERY, capture->row,
-                                                step->n_tokens, step->query, err));
+            LOWKEY_TRY(write_rows(capture, i, LOWKEY_QUERY, step->n_tokens, step->query, err));
     }
     return capture->attention.step(capture->attention.user, step, err);
 }
@@ -88,6 +93,66 @@ static lowkey_status run_samples(struct capture *capture, lowkey_decoder *decode
     return status;
 }
 
+static lowkey_status write_layer(void *user, const struct lowkey_gradient_layer *layer, lowkey_error *err)
+{
+    const struct capture *capture = user;
+    const int i = captured_as(capture->request, layer->layer->index), n = layer->n_tokens;
+    if (lowkey_interrupted()) return lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted; nothing was written");
+    if (i < 0) return LOWKEY_OK;
+    LOWKEY_TRY(write_rows(capture, i, LOWKEY_KEY, n, layer->key, err));
+    LOWKEY_TRY(write_rows(capture, i, LOWKEY_VALUE, n, layer->value, err));
+    if (capture->request->queries) LOWKEY_TRY(write_rows(capture, i, LOWKEY_QUERY, n, layer->query, err));
+    LOWKEY_TRY(write_rows(capture, i, LOWKEY_KEY_GRAD, n, layer->key_grad, err));
+    return write_rows(capture, i, LOWKEY_VALUE_GRAD, n, layer->value_grad, err);
+}
+
+/* What a sample draws depends on nothing but the seed and its tokens, so that files may be cut anywhere. */
+static uint64_t sample_seed(const struct lowkey_capture_request *request, const unsigned char sha256[32])
+{
+    uint64_t from_tokens;
+    memcpy(&from_tokens, sha256, sizeof from_tokens);
+    return le64toh(from_tokens) + (uint64_t)request->seed;
+}
+
+static lowkey_status gradient_samples(struct capture *capture, lowkey_gradient *gradient,
+                                      const unsigned char (*sha256)[32], lowkey_error *err)
+{
+    const struct lowkey_capture_request *request = capture->request;
+    struct lowkey_progress progress;
+    lowkey_status status = LOWKEY_OK;
+    lowkey_progress_start(&progress, "capture", (double)request->n_samples);
+    for (int64_t i = 0; status == LOWKEY_OK && i < request->n_samples; i++) {
+        const struct lowkey_gradient_request sample = {
+            .tokens = sample_tokens(request, i),
+            .n_tokens = request->length,
+            .loss = request->gradients == LOWKEY_LABELS_MODEL ? LOWKEY_LOSS_MODEL : LOWKEY_LOSS_TEXT,
+            .seed = sample_seed(request, sha256[i]),
+            .on_layer = write_layer,
+            .user = capture,
+        };
+        double loss;
+        capture->row = i * request->length;
+        status = lowkey_gradient_run(gradient, &sample, &loss, err);
+        lowkey_progress_at(&progress, (double)(i + 1));
+    }
+    lowkey_progress_end(&progress);
+    return status;
+}
+
+/* Run the model forward and back, which writes through capture->writer. */
+static lowkey_status run_gradients(struct capture *capture, const unsigned char (*sha256)[32],
+                                   lowkey_error *err)
+{
+    const struct lowkey_gradient_config config = { .model = capture->request->model,
+                                                   .max_tokens = capture->request->length,
+                                                   .n_threads = capture->request->n_threads };
+    lowkey_gradient *gradient;
+    LOWKEY_TRY(lowkey_gradient_create(&config, &gradient, err));
+    const lowkey_status status = gradient_samples(capture, gradient, sha256, err);
+    lowkey_gradient_free(gradient);
+    return status;
+}
+
 /* Run the model, which writes through capture->writer. */
 static lowkey_status run_model(struct capture *capture, lowkey_error *err)
 {
@@ -128,7 +193,10 @@ static lowkey_status describe(const struct lowkey_capture_request *request,
         .model_name = request->model->name,
         .n_layers = request->n_layers,
         .layers = layers,
-        .contents = 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | (request->queries ? 1u << LOWKEY_QUERY : 0),
+        .contents = 1u << LOWKEY_KEY | 1u << LOWKEY_VALUE | (request->queries ? 1u << LOWKEY_QUERY : 0) |
+                    (request->gradients ? 1u << LOWKEY_KEY_GRAD | 1u << LOWKEY_VALUE_GRAD : 0),
+        .gradient_labels = request->gradients,
+        .gradient_seed = request->seed,
         .n_samples = (int)request->n_samples,
         .sample_offsets = offsets,
         .sample_sha256 = (const unsigned char(*)[32])hashes,
@@ -164,6 +232,8 @@ static lowkey_status check(const struct lowkey_capture_request *request, lowkey_
                            (long long)request->first_sample,
                            (long long)(request->first_sample + request->n_samples), request->length,
                            (long long)available);
+    if (request->gradients && request->length < 2)
+        return lowkey_fail(err, LOWKEY_EINVAL, "gradients: samples of 1 token predict nothing");
     for (int i = 0; i < request->n_layers; i++)
         if (request->layers[i] < 0 || request->layers[i] >= request->model->n_layers)
             return lowkey_fail(err, LOWKEY_EINVAL, "layer %d: the model has 0 to %d", request->layers[i],
@@ -181,7 +251,8 @@ lowkey_status lowkey_capture(const struct lowkey_capture_request *request, const
     if (status == LOWKEY_OK)
         status = lowkey_activations_create(path, &info, request->dtype, &capture.writer, err);
     if (status == LOWKEY_OK) {
-        status = run_model(&capture, err);
+        status = request->gradients ? run_gradients(&capture, info.sample_sha256, err)
+                                    : run_model(&capture, err);
         if (status == LOWKEY_OK)
             status = lowkey_activations_commit(capture.writer, err);
         else
@@ -199,7 +270,8 @@ static int holds(const char *path, const struct lowkey_activations_info *want)
     if (lowkey_activations_open(path, &activations, &ignored) != LOWKEY_OK) return 0;
     const struct lowkey_activations_info *found = lowkey_activations_describe(activations);
     int same = found->n_layers == want->n_layers && found->contents == want->contents &&
-               found->n_samples == want->n_samples &&
+               found->n_samples == want->n_samples && found->gradient_labels == want->gradient_labels &&
+               found->gradient_seed == want->gradient_seed &&
                memcmp(found->model_sha256, want->model_sha256, 32) == 0 &&
                memcmp(found->text_sha256, want->text_sha256, 32) == 0 &&
                memcmp(found->sample_sha256, want->sample_sha256, 32 * (size_t)want->n_samples) == 0;

@@ -2,6 +2,7 @@
 #ifndef LOWKEY_CAPTURE_H
 #define LOWKEY_CAPTURE_H
 
+#include "formats/activations.h"
 #include "formats/model.h"
 #include "formats/tokens.h"
 
@@ -13,11 +14,13 @@ struct lowkey_capture_request {
     const int *layers; /* [n_layers] rising numbers of the layers to write */
     int n_layers;
     int queries; /* write queries beside keys and values */
+    enum lowkey_gradient_labels gradients; /* write gradients of keys and values, of the loss of these; NOT_SAID: none */
+    int64_t seed; /* of LABELS_MODEL; each sample draws by it and the sample's hash */
     lowkey_dtype dtype;
     int n_threads; /* the file does not depend on it */
 };
 
-/* One file, whole or not there. Streams: memory grows with length, not with n_samples. Shows progress on stderr;
+/* One file, whole or not there. Streams, and for gradients holds the tape of a sample (lm/gradient.h): memory grows with length, not with n_samples. Shows progress on stderr;
  * LOWKEY_ECANCELLED when interrupted. */
 lowkey_status lowkey_capture(const struct lowkey_capture_request *request, const char *path,
                              lowkey_error *err);

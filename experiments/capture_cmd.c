@@ -21,6 +21,13 @@ static const char usage[] =
     "  --samples N        how many from the text's beginning, or FIRST:END (all)\n"
     "  --layers A,B,...   layers to write, or all (all)\n"
     "  --queries yes|no   queries too, for calibration without gradients and lowkey error (yes)\n"
+    "  --grad[=LABELS]    also the signed gradient of each sample's summed loss with respect to keys and\n"
+    "                     values (f32), for --sensitivity fisher, error feedback and lowkey cost. LABELS:\n"
+    "                     text (the default): the loss of the text's own next tokens, whose squares are the\n"
+    "                     empirical Fisher information; model: of tokens drawn from the model's own\n"
+    "                     distribution, whose squares are the Fisher information, which is what the KL\n"
+    "                     divergence between the model with and without errors is made of\n"
+    "  --seed N           of the tokens that --grad=model draws (1)\n"
     "  --dtype TYPE       f16, bf16 or f32 (f16); what f16 cannot hold is refused\n"
     "  --per-file N       files of N samples, OUT.000.h5 and so on; one that is there already and\n"
     "                     holds the same samples, layers and streams of the same model is kept,\n"
@@ -31,7 +38,8 @@ static const char usage[] =
 struct options {
     const char *model, *tokens, *out, *layers, *samples;
     int64_t length, stride, per_file, n_threads; /* stride 0: length; per_file 0: one file */
-    int queries;
+    int queries, labels; /* labels: enum lowkey_gradient_labels */
+    int64_t seed; /* 0: not given */
     lowkey_dtype dtype;
 };
 
@@ -46,21 +54,14 @@ static int parse_word(const char *option, const char *text, const char *const wo
 static int parse(int argc, char **argv, struct options *options)
 {
     static const struct option known[] = {
-        { "model", 1, 0, 'm' },
-        { "tokens", 1, 0, 't' },
-        { "out", 1, 0, 'o' },
-        { "length", 1, 0, 'L' },
-        { "stride", 1, 0, 's' },
-        { "samples", 1, 0, 'n' },
-        { "layers", 1, 0, 'l' },
-        { "queries", 1, 0, 'q' },
-        { "dtype", 1, 0, 'd' },
-        { "per-file", 1, 0, 'p' },
-        { "threads", 1, 0, 'j' },
-        { "help", 0, 0, 'h' },
-        { 0 },
+        { "model", 1, 0, 'm' },   { "tokens", 1, 0, 't' },  { "out", 1, 0, 'o' },
+        { "length", 1, 0, 'L' },  { "stride", 1, 0, 's' },  { "samples", 1, 0, 'n' },
+        { "layers", 1, 0, 'l' },  { "queries", 1, 0, 'q' }, { "grad", 2, 0, 'g' },
+        { "seed", 1, 0, 'S' },    { "dtype", 1, 0, 'd' },   { "per-file", 1, 0, 'p' },
+        { "threads", 1, 0, 'j' }, { "help", 0, 0, 'h' },    { 0 },
     };
     static const char *const answers[] = { "no", "yes", NULL };
+    static const char *const labels[] = { "text", "model", NULL }; /* of the enumeration, but for the first */
     static const char *const dtypes[] = { "f32", "f16", "bf16", NULL };
     for (int c; (c = lowkey_next_option("capture", argc, argv, known, NULL)) != -1;) {
         int wrong = 0, dtype = options->dtype;
@@ -83,6 +84,11 @@ static int parse(int argc, char **argv, struct options *options)
             wrong = lowkey_parse_int("capture", "--threads", optarg, 1, 256, &options->n_threads);
             break;
         case 'q': wrong = parse_word("--queries", optarg, answers, &options->queries); break;
+        case 'g':
+            wrong = optarg ? parse_word("--grad", optarg, labels, &options->labels) : 0;
+            options->labels = optarg ? options->labels + 1 : LOWKEY_LABELS_TEXT;
+            break;
+        case 'S': wrong = lowkey_parse_int("capture", "--seed", optarg, 1, INT64_MAX, &options->seed); break;
         case 'd': wrong = parse_word("--dtype", optarg, dtypes, &dtype); break;
         case 'h': return fputs(usage, stdout), -1;
         default: return 2;
@@ -93,6 +99,8 @@ static int parse(int argc, char **argv, struct options *options)
     if (optind < argc) return lowkey_command_usage("capture", "'%s' is not expected", argv[optind]);
     if (!options->model || !options->tokens || !options->out)
         return lowkey_command_usage("capture", "--model, --tokens and --out are needed");
+    if (options->seed && options->labels != LOWKEY_LABELS_MODEL)
+        return lowkey_command_usage("capture", "--seed goes with --grad=model");
     return lowkey_check_output("capture", "--out", options->out, 2,
                                (const char *const[]) { options->model, options->tokens });
 }
@@ -138,6 +146,10 @@ static int run(const struct options *options, const lowkey_model *model, const l
         .length = (int)options->length,
         .stride = (int)(options->stride ? options->stride : options->length),
         .queries = options->queries,
+        .gradients = (enum lowkey_gradient_labels)options->labels,
+        .seed = options->labels != LOWKEY_LABELS_MODEL ? 0
+                : options->seed                        ? options->seed
+                                                       : 1,
         .dtype = options->dtype,
         .n_threads = (int)options->n_threads,
     };

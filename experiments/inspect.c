@@ -168,6 +168,9 @@ static lowkey_status describe_activations(const char *path, json_t *to, lowkey_e
     set(to, "model_sha256", sha256_text(info->model_sha256));
     set(to, "text", json_string(info->text_name));
     set(to, "text_sha256", sha256_text(info->text_sha256));
+    if (info->contents & (1u << LOWKEY_KEY_GRAD | 1u << LOWKEY_VALUE_GRAD))
+        set(to, "gradient_labels", json_string(lowkey_gradient_labels_names[info->gradient_labels]));
+    if (info->gradient_labels == LOWKEY_LABELS_MODEL) set(to, "gradient_seed", json_integer(info->gradient_seed));
     set(to, "layers_of_model", json_integer(info->n_model_layers));
     set(to, "layers_captured", json_integer(info->n_layers));
     describe_runs(to, "samples", info->sample_offsets, info->n_samples);

@@ -10,6 +10,8 @@ const char *const lowkey_stream_names[LOWKEY_N_STREAMS] = {
     "key", "value", "query", "key_grad", "value_grad", "key_weight", "value_weight",
 };
 
+const char *const lowkey_gradient_labels_names[LOWKEY_N_LABELS] = { "not said", "text", "model" };
+
 int lowkey_stream_heads(const lowkey_layer_desc *layer, enum lowkey_stream stream)
 {
     return stream == LOWKEY_QUERY ? layer->n_q_heads : layer->n_kv_heads;

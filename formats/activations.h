@@ -15,6 +15,15 @@ enum lowkey_stream {
 };
 extern const char *const lowkey_stream_names[LOWKEY_N_STREAMS]; /* "key", "value", ... as in the file */
 
+/* Which next tokens the loss of the gradients is of. */
+enum lowkey_gradient_labels {
+    LOWKEY_LABELS_NOT_SAID,  /* no gradients, or a file of version 1.0 */
+    LOWKEY_LABELS_TEXT,      /* the text's own: the empirical Fisher information */
+    LOWKEY_LABELS_MODEL,     /* drawn from the model's own distribution: the Fisher information */
+    LOWKEY_N_LABELS
+};
+extern const char *const lowkey_gradient_labels_names[LOWKEY_N_LABELS]; /* "not said", "text", "model" */
+
 struct lowkey_activations_info {
     int n_model_layers;
     const char *model_name;
@@ -27,6 +36,8 @@ struct lowkey_activations_info {
     const unsigned char (*sample_sha256)[32]; /* [n_samples] */
     const char *text_name;
     unsigned char text_sha256[32];
+    enum lowkey_gradient_labels gradient_labels;
+    int64_t gradient_seed;                /* of what was drawn, >= 0; 0 but for LABELS_MODEL */
 };
 
 /* Heads and channels of a stream at a layer. */

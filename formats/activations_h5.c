@@ -28,6 +28,28 @@ struct lowkey_activations {
 static const char *const objects[] = { "layers", "layer_index", "sample_offsets", "sample_sha256", NULL };
 static const char *const attributes[] = { "n_layers",  "model_name", "model_sha256", "contents",
                                           "key_stage", "text_name",  "text_sha256",  NULL };
+static const char *const labelled[] = { "n_layers",    "model_name",      "model_sha256",
+                                        "contents",    "key_stage",       "text_name",
+                                        "text_sha256", "gradient_labels", NULL };
+static const char *const drawn[] = { "n_layers",      "model_name", "model_sha256", "contents",
+                                     "key_stage",     "text_name",  "text_sha256",  "gradient_labels",
+                                     "gradient_seed", NULL };
+
+/* From version 1.1 on gradients say what their loss is of. */
+static lowkey_status read_labels(lowkey_activations *a, lowkey_error *err)
+{
+    static const char *const choices[] = { "text", "model", NULL };
+    struct lowkey_activations_info *info = &a->info;
+    int major, minor, choice;
+    lowkey_h5_version(a->file, &major, &minor);
+    if (!(info->contents & LOWKEY_CONTENTS_GRADS) || minor < 1)
+        return lowkey_h5_refuse_others(a->file, "/", objects, attributes, err);
+    LOWKEY_TRY(lowkey_h5_get_choice(a->file, "/", "gradient_labels", choices, &choice, err));
+    info->gradient_labels = choice ? LOWKEY_LABELS_MODEL : LOWKEY_LABELS_TEXT;
+    if (!choice) return lowkey_h5_refuse_others(a->file, "/", objects, labelled, err);
+    LOWKEY_TRY(lowkey_h5_get_int(a->file, "/", "gradient_seed", 0, INT64_MAX, &info->gradient_seed, err));
+    return lowkey_h5_refuse_others(a->file, "/", objects, drawn, err);
+}
 
 static lowkey_status read_attributes(lowkey_activations *a, lowkey_error *err)
 {
@@ -35,7 +57,6 @@ static lowkey_status read_attributes(lowkey_activations *a, lowkey_error *err)
     struct lowkey_activations_info *info = &a->info;
     int stage;
     char *contents;
-    LOWKEY_TRY(lowkey_h5_refuse_others(a->file, "/", objects, attributes, err));
     LOWKEY_TRY(
         lowkey_h5_read_identity(a->file, &info->n_model_layers, &a->model_name, info->model_sha256, err));
     LOWKEY_TRY(lowkey_h5_get_choice(a->file, "/", "key_stage", stages, &stage, err));
@@ -46,7 +67,7 @@ static lowkey_status read_attributes(lowkey_activations *a, lowkey_error *err)
     free(contents);
     info->model_name = a->model_name;
     info->text_name = a->text_name;
-    return lowkey_h5_blame(a->file, status, err);
+    return status ? lowkey_h5_blame(a->file, status, err) : read_labels(a, err);
 }
 
 static lowkey_status read_samples(lowkey_activations *a, lowkey_error *err)

@@ -53,6 +53,12 @@ static lowkey_status check_info(const struct lowkey_activations_info *info, lowk
                                "layer number %d: expected rising indices below %d, found %d", i,
                                info->n_model_layers, info->layers[i].index);
     LOWKEY_TRY(lowkey_contents_check(info->contents, err));
+    if ((unsigned)info->gradient_labels >= LOWKEY_N_LABELS ||
+        (info->gradient_labels && !(info->contents & LOWKEY_CONTENTS_GRADS)) || info->gradient_seed < 0 ||
+        (info->gradient_seed && info->gradient_labels != LOWKEY_LABELS_MODEL))
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "gradient_labels %d, gradient_seed %" PRId64 ": do not go with the contents",
+                           (int)info->gradient_labels, info->gradient_seed);
     if (info->n_samples < 1)
         return lowkey_fail(err, LOWKEY_EINVAL, "samples: expected at least 1, found %d", info->n_samples);
     return lowkey_offsets_check("sample_offsets", info->sample_offsets, info->n_samples,
@@ -67,6 +73,11 @@ static lowkey_status write_root(lowkey_h5 *file, const struct lowkey_activations
     LOWKEY_TRY(
         lowkey_h5_write_identity(file, info->n_model_layers, info->model_name, info->model_sha256, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/", "contents", contents, err));
+    if (info->gradient_labels)
+        LOWKEY_TRY(lowkey_h5_put_string(file, "/", "gradient_labels",
+                                        lowkey_gradient_labels_names[info->gradient_labels], err));
+    if (info->gradient_labels == LOWKEY_LABELS_MODEL)
+        LOWKEY_TRY(lowkey_h5_put_int(file, "/", "gradient_seed", info->gradient_seed, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/", "key_stage", "pre_rope", err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/", "text_name", info->text_name, err));
     LOWKEY_TRY(lowkey_h5_put_sha256(file, "/", "text_sha256", info->text_sha256, err));
@@ -130,7 +141,9 @@ lowkey_status lowkey_activations_create(const char *path, const struct lowkey_ac
     lowkey_status status = LOWKEY_OK;
     if (!writer->layers || !writer->streams || !writer->scratch)
         status = lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", path);
-    if (!status) status = lowkey_h5_create(path, "activations", &writer->file, err);
+    if (!status)
+        status = lowkey_h5_create_minor(
+            path, "activations", info->gradient_labels ? 1 : LOWKEY_FORMAT_WRITTEN_MINOR, &writer->file, err);
     if (!status) status = write_root(writer->file, info, err);
     if (!status) status = lowkey_h5_put_group(writer->file, "/layers", err);
     for (int i = 0; i < info->n_layers && !status; i++) status = create_layer(writer, info, i, err);

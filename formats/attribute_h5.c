@@ -270,10 +270,10 @@ lowkey_status lowkey_h5_put_int(lowkey_h5 *file, const char *object, const char 
     return put(file, object, name, 1, H5T_STD_I64LE, &value, err);
 }
 
-lowkey_status lowkey_h5_put_version(lowkey_h5 *file, lowkey_error *err)
+lowkey_status lowkey_h5_put_version(lowkey_h5 *file, int minor, lowkey_error *err)
 {
     LOWKEY_QUIET;
-    const int64_t version[2] = { LOWKEY_FORMAT_MAJOR, LOWKEY_FORMAT_WRITTEN_MINOR };
+    const int64_t version[2] = { LOWKEY_FORMAT_MAJOR, minor };
     return put(file, "/", "schema_version", 2, H5T_STD_I64LE, version, err);
 }
 

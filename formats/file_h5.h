@@ -14,7 +14,8 @@
 
 #include "runtime/lowkey.h"
 
-/* What is read, and what is written: the least minor version that names all that our writers write. */
+/* What is read, and what is written: the least minor version that names all that our writers write (but for
+ * gradient_labels of activations.h5, 1.1). */
 enum { LOWKEY_FORMAT_MAJOR = 1, LOWKEY_FORMAT_MINOR = 1, LOWKEY_FORMAT_WRITTEN_MINOR = 0 };
 enum { LOWKEY_H5_MAX_RANK = 4, LOWKEY_H5_MAX_PATH = 64 }; /* of our objects; NUL included */
 
@@ -113,6 +114,8 @@ void lowkey_h5_floats_close(lowkey_h5_floats *floats); /* before its file; takes
 /* Begin a file of a schema. Its groups, attributes and datasets are then written in any order, but each once;
  * the same calls give the same bytes. A full disk is reported by commit at the latest. */
 lowkey_status lowkey_h5_create(const char *path, const char *schema, lowkey_h5 **out, lowkey_error *err);
+/* The same of another minor version: the least that names what will be written. */
+lowkey_status lowkey_h5_create_minor(const char *path, const char *schema, int minor, lowkey_h5 **out, lowkey_error *err);
 lowkey_status lowkey_h5_put_group(lowkey_h5 *file, const char *group, lowkey_error *err);
 lowkey_status lowkey_h5_put_int(lowkey_h5 *file, const char *object, const char *name, int64_t value,
                                 lowkey_error *err);

@@ -89,7 +89,7 @@ lowkey_status lowkey_h5_check_regular(const char *path, lowkey_error *err);
 
 /* Checks schema_version and created_by; writes schema_version. */
 lowkey_status lowkey_h5_check_version(lowkey_h5 *file, lowkey_error *err);
-lowkey_status lowkey_h5_put_version(lowkey_h5 *file, lowkey_error *err);
+lowkey_status lowkey_h5_put_version(lowkey_h5 *file, int minor, lowkey_error *err);
 
 /* "[2, 3]" */
 enum { LOWKEY_H5_SHAPE = 96 };

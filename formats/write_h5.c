@@ -61,6 +61,11 @@ static lowkey_status create_hdf5(lowkey_h5 *file, lowkey_error *err)
 
 lowkey_status lowkey_h5_create(const char *path, const char *schema, lowkey_h5 **out, lowkey_error *err)
 {
+    return lowkey_h5_create_minor(path, schema, LOWKEY_FORMAT_WRITTEN_MINOR, out, err);
+}
+
+lowkey_status lowkey_h5_create_minor(const char *path, const char *schema, int minor, lowkey_h5 **out, lowkey_error *err)
+{
     LOWKEY_QUIET;
     *out = NULL;
     lowkey_h5 *file = calloc(1, sizeof *file);
@@ -75,7 +80,7 @@ lowkey_status lowkey_h5_create(const char *path, const char *schema, lowkey_h5 *
     lowkey_status status = open_temporary(file, err);
     if (!status) status = create_hdf5(file, err);
     if (!status) status = lowkey_h5_put_string(file, "/", "schema", schema, err);
-    if (!status) status = lowkey_h5_put_version(file, err);
+    if (!status) status = lowkey_h5_put_version(file, minor, err);
     if (!status) status = lowkey_h5_put_string(file, "/", "created_by", created_by, err);
     if (status)
         lowkey_h5_abandon(file);

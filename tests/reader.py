@@ -174,7 +174,7 @@ def open_root(path, schema):
     version = tuple(int(v) for v in root._integers("schema_version", 0, 2**31 - 1, (2,)))
     if version[0] > VERSION[0]:
         root.fail("@schema_version", f"at most major {VERSION[0]}", f"{version[0]}.{version[1]}")
-    root.newer = version > VERSION
+    root.newer, root.version = version > VERSION, version
     root.string("created_by")
     return root
 

@@ -105,6 +105,10 @@ def activations(path):
     for side in ("key", "value"):
         if {side + "_grad", side + "_weight"} <= set(names):
             root.fail("@contents", f"{side}_grad or {side}_weight", "both")
+    if root.version >= (1, 1) and {"key_grad", "value_grad"} & set(names):
+        a.gradient_labels = root.string("gradient_labels", ("text", "model"))
+        if a.gradient_labels == "model":
+            a.gradient_seed = root.integer("gradient_seed", 0, 2**63 - 1)
     root.string("key_stage", ("pre_rope",))
     root.string("text_name")
     root.sha256("text_sha256")

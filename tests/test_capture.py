@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 import tap
+import gradient_oracle
 from decoder_oracle import Model, forward
 from tiny_llama import checkpoint, config, write_folder
 
@@ -170,6 +171,57 @@ def test_parts():
     done = capture(*arguments, "--per-file", "2", **how)
     assert done.stdout.splitlines() == [f"{parts[0]}: was there already", f"{parts[1]}: written", f"{parts[2]}: written"], done.stdout
     assert all(np.array_equal(c[k], again[k]) for c, again in zip(cut, map(streams, parts)) for k in c)
+
+
+def test_gradients():
+    """--grad: PyTorch gives the same gradients, for small models of each family"""
+    if gradient_oracle.torch is None:
+        tap.skip("PyTorch is missing")
+    path, ids = tiny_tokens([0, 70])
+    for name, hf, how in (("llama", "LlamaForCausalLM", {}),
+                          ("qwen2", "Qwen2ForCausalLM", dict(bias=True, untied=True)),
+                          ("qwen3", "Qwen3ForCausalLM", dict(qk_norm=True))):
+        model = tiny_model(name, hf, **how)
+        captured("--length", "70", "--grad", model=model, tokens=path)
+        assert gradient_oracle.worst(model, OUT, ids) < 1e-4
+
+
+def test_gradient_files():
+    """--grad: the file says its labels, has the streams of a capture without, and does not depend on threads or files"""
+    path, _ = tiny_tokens([0, 100])
+    model = tiny_model("labels")
+    arguments, how = ("--length", "20", "--dtype", "f32"), dict(model=model, tokens=path)
+    plain = streams(captured(*arguments, **how))
+    for labels, options in (("text", ["--grad"]), ("model", ["--grad=model", "--seed", "7"])):
+        whole = streams(captured(*arguments, *options, **how))
+        with h5py.File(OUT) as file:
+            root = words(file.attrs)
+            assert root["contents"] == "key value query key_grad value_grad" and root["gradient_labels"] == labels
+            assert list(root["schema_version"]) == [1, 1] and root.get("gradient_seed") == (7 if labels == "model" else None)
+        assert all(np.abs(whole[k] - plain[k]).max() <= 1e-5 * np.abs(plain[k]).max() for k in plain)
+        for layer in ("000", "001"):
+            for name in ("key_grad", "value_grad"):
+                grad = whole[f"{layer}/{name}"]
+                assert (grad[19::20] == 0).all() and (np.abs(grad[18::20]).sum((1, 2)) > 0).all()
+        before = open(OUT, "rb").read()
+        captured(*arguments, *options, "--threads", "7", **how)
+        assert open(OUT, "rb").read() == before
+        parts = [f"{WORK}/grad.{i:03d}.h5" for i in range(3)]
+        done = capture(*arguments, *options, "--per-file", "2", model=model, tokens=path, out=f"{WORK}/grad.h5")
+        assert done.stdout.splitlines() == [f"{part}: written" for part in parts], done.stdout  # other labels are not kept
+        cut = [streams(part) for part in parts]
+        assert all(np.array_equal(whole[k], np.concatenate([c[k] for c in cut])) for k in whole if "rope" not in k)
+        done = capture(*arguments, *options, "--per-file", "2", model=model, tokens=path, out=f"{WORK}/grad.h5")
+        assert done.stdout.splitlines() == [f"{part}: was there already" for part in parts], done.stdout
+        facts = subprocess.run([LOWKEY, "inspect", OUT], capture_output=True, text=True).stdout
+        assert [line.split()[-1] for line in facts.splitlines() if line.startswith("gradient labels")] == [labels]
+    done = capture(*arguments, "--grad=model", "--seed", "8", "--per-file", "2", model=model, tokens=path, out=f"{WORK}/grad.h5")
+    assert "already" not in done.stdout  # nor other draws
+    text, drawn = f"{WORK}/text.h5", f"{WORK}/drawn.h5"
+    captured(*arguments, "--samples", "0:2", "--grad", model=model, tokens=path, out=text)
+    captured(*arguments, "--samples", "2:4", "--grad=model", model=model, tokens=path, out=drawn)
+    done = subprocess.run([LOWKEY, "fit", "--out", f"{WORK}/q.h5", text, drawn], capture_output=True, text=True)
+    assert done.returncode == 1 and "gradient_labels" in done.stderr and "'model'" in done.stderr, done
 
 
 def test_refusals():

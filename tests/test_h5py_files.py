@@ -44,6 +44,28 @@ def test_schemas():
         assert_good(write_model(path, dtype=dtype))
 
 
+def test_labels():
+    """from 1.1 on gradients say what they are of: text, or model with a seed"""
+    whole = lambda group, name, values: group.create_dataset(name, data=values)
+
+    def write(contents="key value key_grad", version=(1, 1), **attributes):
+        def edit(file):
+            file.attrs.update({"schema_version": list(version), **attributes})
+        return write_activations(path, contents, put=whole, edit=edit)
+
+    assert_good(write(gradient_labels="text"))
+    assert_good(write(gradient_labels="model", gradient_seed=3))
+    assert_good(write(version=(1, 0)))
+    assert_good(write("key value"))
+    assert_refused(write(), "gradient_labels: missing")
+    assert_refused(write(gradient_labels="kl"), "gradient_labels")
+    assert_refused(write(gradient_labels="model"), "gradient_seed: missing")
+    assert_refused(write(gradient_labels="model", gradient_seed=-1), "gradient_seed")
+    assert_refused(write(gradient_labels="text", gradient_seed=1), "gradient_seed")
+    assert_refused(write("key value", gradient_labels="text"), "gradient_labels")
+    assert_refused(write(version=(1, 0), gradient_labels="text"), "gradient_labels")
+
+
 def test_contents():
     """gradients and weights are read; f16 gradients and negative weights are refused"""
     whole = lambda group, name, values: group.create_dataset(name, data=values)
