@@ -2,8 +2,9 @@
  * names one of 256 centroids that k-means fitted on captured keys (before RoPE) and values; each vector weighs as much as
  * the sum of its squared gradients where the captures have them, else 1. Nothing but codes is stored.
  *
- * K-means is seeded by k-means++ and iterates until it gains less than a thousandth, at most 20 times; the sample is
- * bounded (peer_parts.h), where the authors take 32,768 tokens and 100 iterations. */
+ * K-means is seeded by k-means++ and iterates until it gains less than a thousandth, at most 12 times, on 2,048
+ * captured tokens for each channel of a group, evenly spread; the authors take 32,768 tokens and 100 iterations. */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,12 +17,12 @@
 #include "experiments/peers/peer_parts.h"
 #include "runtime/error.h"
 
-enum { RUN = LOWKEY_NEAREST_RUN, N_CENTROIDS = 256, MAX_ROUNDS = 20 };
+enum { RUN = LOWKEY_NEAREST_RUN, N_CENTROIDS = 256, MAX_ROUNDS = 12, TOKENS_PER_CHANNEL = 2048 };
 
 struct fit { /* of one layer and side */
     const struct lowkey_peer_side *side;
-    const float *x, *gradient; /* [n][row]; gradient may be NULL */
-    int n, row, dim;
+    const float *x, *gradient; /* [n * stride][row]; gradient may be NULL */
+    int n, stride, row, dim; /* every stride-th token is taken */
     struct lowkey_points *points; /* [row / dim] */
     unsigned char *failed; /* [row / dim] */
 };
@@ -29,7 +30,9 @@ struct fit { /* of one layer and side */
 struct cloud { /* one group's vectors, padded to runs of 64 */
     int n, n_runs, dim;
     float *x; /* [n_runs][dim][RUN] */
-    double *weight, *distance; /* [n_runs * RUN]; 0 in the padding */
+    double *weight; /* [n_runs * RUN]; 0 in the padding */
+    float *distance; /* squared, to the nearest centroid drawn so far */
+    double *mass, *run_mass; /* weight times distance; its sum over a run: [n_runs] */
     int *index;
 };
 
@@ -41,11 +44,14 @@ static int gather(const struct fit *fit, int group, struct cloud *cloud)
     cloud->x = calloc(n * (size_t)dim, sizeof *cloud->x);
     cloud->weight = calloc(n, sizeof *cloud->weight);
     cloud->distance = calloc(n, sizeof *cloud->distance);
+    cloud->mass = calloc(n, sizeof *cloud->mass);
+    cloud->run_mass = calloc((size_t)cloud->n_runs, sizeof *cloud->run_mass);
     cloud->index = calloc(n, sizeof *cloud->index);
-    if (!cloud->x || !cloud->weight || !cloud->distance || !cloud->index) return 0;
+    if (!cloud->x || !cloud->weight || !cloud->distance || !cloud->mass || !cloud->run_mass || !cloud->index)
+        return 0;
     double total = 0;
     for (int i = 0; i < fit->n; i++) {
-        const size_t at = (size_t)i * (size_t)fit->row + (size_t)(group * dim);
+        const size_t at = (size_t)i * (size_t)fit->stride * (size_t)fit->row + (size_t)(group * dim);
         for (int c = 0; c < dim; c++) {
             cloud->x[((size_t)(i / RUN) * (size_t)dim + (size_t)c) * RUN + (size_t)(i % RUN)] =
                 fit->x[at + (size_t)c];
@@ -63,6 +69,8 @@ static void release(struct cloud *cloud)
     free(cloud->x);
     free(cloud->weight);
     free(cloud->distance);
+    free(cloud->mass);
+    free(cloud->run_mass);
     free(cloud->index);
 }
 
@@ -81,34 +89,57 @@ static void set_point(struct lowkey_points *points, int k, const double *point)
     points->half[k] = (float)(square / 2);
 }
 
+/* A number below the total of n masses picks one of them; -1: all are 0. */
+static int pick(const double *mass, int n, double *left)
+{
+    int picked = -1;
+    for (int i = 0; i < n; i++) {
+        if (!(mass[i] > 0)) continue;
+        picked = i;
+        if (*left < mass[i]) break;
+        *left -= mass[i];
+    }
+    return picked;
+}
+
+/* Squared distances of a run to the newest centroid, where they are less than those known; the run's weight times distance. */
+static double approach(const struct cloud *cloud, int run, const double *point)
+{
+    double *mass = cloud->mass + run * RUN, total = 0;
+    float *distance = cloud->distance + run * RUN, square[RUN] = { 0 };
+    for (int c = 0; c < cloud->dim; c++) {
+        const float *x = cloud->x + ((size_t)run * (size_t)cloud->dim + (size_t)c) * RUN, p = (float)point[c];
+        for (int i = 0; i < RUN; i++) square[i] += (x[i] - p) * (x[i] - p);
+    }
+    for (int i = 0; i < RUN; i++) distance[i] = square[i] < distance[i] ? square[i] : distance[i];
+    for (int i = 0; i < RUN; i++) mass[i] = cloud->weight[run * RUN + i] * (double)distance[i];
+    for (int i = 0; i < RUN; i++) total += mass[i];
+    return total;
+}
+
 /* k-means++: each centroid is a vector drawn with probability as weight times squared distance to those drawn before. */
 static void seed(const struct cloud *cloud, unsigned long number, gsl_rng *rng, struct lowkey_points *points)
 {
     gsl_rng_set(rng, number);
     points->n_points = 0;
-    for (int i = 0; i < cloud->n; i++) cloud->distance[i] = INFINITY;
+    for (int i = 0; i < cloud->n_runs * RUN; i++) {
+        cloud->distance[i] = FLT_MAX;
+        cloud->mass[i] = cloud->weight[i];
+    }
+    for (int run = 0; run < cloud->n_runs; run++) {
+        cloud->run_mass[run] = 0;
+        for (int i = 0; i < RUN; i++) cloud->run_mass[run] += cloud->weight[run * RUN + i];
+    }
     for (int k = 0; k < N_CENTROIDS; k++) {
-        double total = 0;
-        for (int i = 0; i < cloud->n; i++) total += cloud->weight[i] * (k ? cloud->distance[i] : 1);
+        double total = 0, point[LOWKEY_NEAREST_MAX_DIM];
+        for (int run = 0; run < cloud->n_runs; run++) total += cloud->run_mass[run];
         double left = gsl_rng_uniform(rng) * total;
-        int drawn = -1;
-        for (int i = 0; total > 0 && i < cloud->n; i++) {
-            const double mass = cloud->weight[i] * (k ? cloud->distance[i] : 1);
-            if (mass > 0) drawn = i;
-            if (mass > 0 && (left -= mass) < 0) break;
-        }
-        if (drawn < 0) return; /* fewer distinct vectors than centroids */
-        double point[LOWKEY_NEAREST_MAX_DIM];
+        const int run = pick(cloud->run_mass, cloud->n_runs, &left);
+        if (run < 0) return; /* fewer distinct vectors than centroids */
+        const int drawn = run * RUN + pick(cloud->mass + run * RUN, RUN, &left);
         for (int c = 0; c < cloud->dim; c++) point[c] = (double)element(cloud, drawn, c);
         set_point(points, points->n_points++, point);
-        for (int i = 0; i < cloud->n; i++) {
-            double square = 0;
-            for (int c = 0; c < cloud->dim; c++) {
-                const double e = (double)element(cloud, i, c) - point[c];
-                square += e * e;
-            }
-            if (square < cloud->distance[i]) cloud->distance[i] = square;
-        }
+        for (int r = 0; r < cloud->n_runs; r++) cloud->run_mass[r] = approach(cloud, r, point);
     }
 }
 
@@ -169,12 +200,14 @@ static lowkey_status prepare(struct lowkey_peer_side *side, const struct lowkey_
     if (side->head_dim % dim != 0)
         return lowkey_peer_refuse(side, err, "groups of %d channels do not divide a head of %d", dim,
                                   side->head_dim);
+    const int most = TOKENS_PER_CHANNEL * dim, stride = (sample->n_tokens + most - 1) / most;
     side->bits = 8.0 / dim;
     struct fit fit = {
         .side = side,
         .x = is_key ? sample->key : sample->value,
         .gradient = is_key ? sample->key_grad : sample->value_grad,
-        .n = sample->n_tokens,
+        .n = (sample->n_tokens + stride - 1) / stride,
+        .stride = stride,
         .row = row,
         .dim = dim,
         .points = side->fitted = calloc((size_t)n_groups, sizeof *fit.points),

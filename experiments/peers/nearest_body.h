@@ -1,33 +1,36 @@
-/* nearest_body.h - lowkey_nearest_points for compilers to make vectors of: lanes are vectors, dim is a constant. */
+/* nearest_body.h - lowkey_nearest_points in vectors that compilers make of what registers there are; dim is a constant. */
 #ifndef LOWKEY_NEAREST_BODY_H
 #define LOWKEY_NEAREST_BODY_H
 
+#include <string.h>
+
 #include "experiments/peers/nearest.h"
+
+typedef float lowkey_lanes __attribute__((vector_size(32)));
+typedef int lowkey_lane_masks __attribute__((vector_size(32)));
 
 static inline __attribute__((always_inline)) void lowkey_nearest_body(const struct lowkey_points *points,
                                                                       const float *x, int *index, int dim)
 {
-    enum { LANES = 16, RUN = LOWKEY_NEAREST_RUN };
-    for (int first = 0; first < RUN; first += LANES) {
-        float best[LANES], best_index[LANES];
-        for (int i = 0; i < LANES; i++) {
-            best[i] = 3.402823466e38f;
-            best_index[i] = 0;
+    enum { WIDTH = 8, SIDE = 2, RUN = LOWKEY_NEAREST_RUN }; /* SIDE registers of WIDTH vectors side by side */
+    for (int first = 0; first < RUN; first += WIDTH * SIDE) {
+        lowkey_lanes lanes[LOWKEY_NEAREST_MAX_DIM][SIDE], best[SIDE];
+        lowkey_lane_masks best_index[SIDE];
+        for (int c = 0; c < dim; c++) memcpy(lanes[c], x + c * RUN + first, sizeof lanes[c]);
+        for (int s = 0; s < SIDE; s++) {
+            best[s] = (lowkey_lanes) { 0 } + 3.402823466e38f;
+            best_index[s] = (lowkey_lane_masks) { 0 };
         }
-        for (int k = 0; k < points->n_points; k++) {
-            const float half = points->half[k], number = (float)k;
-            float distance[LANES];
-            for (int i = 0; i < LANES; i++) distance[i] = half;
-            for (int c = 0; c < dim; c++) {
-                const float p = points->point[k * dim + c];
-                for (int i = 0; i < LANES; i++) distance[i] -= p * x[c * RUN + first + i];
+        for (int k = 0; k < points->n_points; k++)
+            for (int s = 0; s < SIDE; s++) {
+                lowkey_lanes distance = (lowkey_lanes) { 0 } + points->half[k];
+                for (int c = 0; c < dim; c++) distance -= points->point[k * dim + c] * lanes[c][s];
+                const lowkey_lane_masks nearer = distance < best[s];
+                best_index[s] = (nearer & k) | (~nearer & best_index[s]);
+                best[s] = (lowkey_lanes)((nearer & (lowkey_lane_masks)distance) |
+                                         (~nearer & (lowkey_lane_masks)best[s]));
             }
-            for (int i = 0; i < LANES; i++) {
-                best_index[i] = distance[i] < best[i] ? number : best_index[i];
-                best[i] = distance[i] < best[i] ? distance[i] : best[i];
-            }
-        }
-        for (int i = 0; i < LANES; i++) index[first + i] = (int)best_index[i];
+        memcpy(index + first, best_index, sizeof best_index);
     }
 }
 

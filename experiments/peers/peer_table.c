@@ -53,6 +53,47 @@
         }                                                                                                    \
     }
 
+#define SQUAT(name_, bits_, window_)                                                                         \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 32, .window = window_, .window_blocks = window_,                      \
+        .wants = LOWKEY_PEER_FITS | LOWKEY_PEER_QUERIES, .key = &lowkey_peer_squat_keys,                     \
+        .key_setting = { .bits = bits_, .group = 32 }, .value = &lowkey_peer_token_groups,                   \
+        .value_setting = {                                                                                   \
+            .bits = bits_,                                                                                   \
+            .group = 32                                                                                      \
+        }                                                                                                    \
+    }
+
+#define RATEQUANT(name_, rate_)                                                                              \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 32, .wants = LOWKEY_PEER_FITS | LOWKEY_PEER_GRADIENTS,                \
+        BOTH(lowkey_peer_ratequant, .group = 32, .rate = rate_)                                              \
+    }
+
+#define BLOCK_GTQ(name_, bits_)                                                                              \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 1, .before_rope = 1, .wants = LOWKEY_PEER_FITS | LOWKEY_PEER_QUERIES, \
+        BOTH(lowkey_peer_block_gtq, .bits = bits_)                                                           \
+    }
+
+#define OSCAR(name_, window_)                                                                                \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 1, .window = window_,                                                 \
+        .wants = LOWKEY_PEER_FITS | LOWKEY_PEER_QUERIES, .key = &lowkey_peer_oscar,                          \
+        .key_setting = { .bits = 2, .group = 128, .rate = 0.96 }, .value = &lowkey_peer_oscar,               \
+        .value_setting = {                                                                                   \
+            .bits = 2,                                                                                       \
+            .group = 128,                                                                                    \
+            .rate = 0.92                                                                                     \
+        }                                                                                                    \
+    }
+
+#define WATERSIC(name_, rate_)                                                                               \
+    {                                                                                                        \
+        .name = name_, .group_tokens = 1, .wants = LOWKEY_PEER_FITS | LOWKEY_PEER_QUERIES,                   \
+        BOTH(lowkey_peer_watersic, .rate = rate_)                                                            \
+    }
+
 static const struct lowkey_peer_format formats[] = {
     PER_TOKEN("q8_0", lowkey_peer_q8_0, 8),
     PER_TOKEN("q4_0", lowkey_peer_q4_0, 4),
@@ -95,6 +136,17 @@ static const struct lowkey_peer_format formats[] = {
     KITTY("kitty-2-12", 0.125, 0),
     KITTY("kitty-2-25", 0.25, 0),
     KITTY("kitty-2-25-w128", 0.25, 128),
+    SQUAT("squat-2", 2, 0),
+    SQUAT("squat-2-w128", 2, 128),
+    RATEQUANT("ratequant-2.5", 2.5),
+    RATEQUANT("ratequant-3", 3),
+    BLOCK_GTQ("block-gtq-2", 2),
+    BLOCK_GTQ("block-gtq-3", 3),
+    OSCAR("oscar-2", 0),
+    OSCAR("oscar-2-w256", 256),
+    WATERSIC("watersic-2", 2),
+    WATERSIC("watersic-2.5", 2.5),
+    WATERSIC("watersic-3", 3),
 };
 enum { N_FORMATS = sizeof formats / sizeof formats[0] };
 

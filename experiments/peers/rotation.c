@@ -89,7 +89,8 @@ lowkey_status lowkey_eigenvectors(int n, double *a, double *value, double *v, lo
         size_t largest = 0;
         for (size_t r = 1; r < N; r++)
             if (fabs(v[r * N + c]) > fabs(v[largest * N + c])) largest = r;
-        for (size_t r = 0; v[largest * N + c] < 0 && r < N; r++) v[r * N + c] = -v[r * N + c];
+        const double sign = v[largest * N + c] < 0 ? -1 : 1;
+        for (size_t r = 0; r < N; r++) v[r * N + c] *= sign;
     }
     return LOWKEY_OK;
 }
@@ -112,9 +113,10 @@ static double tail_moment(int dim, double x)
     return exp(log_density + (dim - 1) / 2.0 * log1p(-x * x)) / (dim - 1);
 }
 
-static double quantile(int dim, double p)
+static double quantile(double dim, double p)
 {
-    return dim ? 2 * gsl_cdf_beta_Pinv(p, (dim - 1) / 2.0, (dim - 1) / 2.0) - 1 : gsl_cdf_ugaussian_Pinv(p);
+    return dim != 0 ? 2 * gsl_cdf_beta_Pinv(p, (dim - 1) / 2.0, (dim - 1) / 2.0) - 1
+                    : gsl_cdf_ugaussian_Pinv(p);
 }
 
 /* Values become the means of what is nearest to them until nothing moves. The distribution is symmetric and its density
@@ -124,9 +126,11 @@ void lowkey_lloyd_max(int bits, int dim, float *value, float *boundary)
     const int n = 1 << bits;
     const double end = dim ? 1 : INFINITY, unit = dim ? sqrt(dim) : 1;
     double entry[MAX_LEVELS], edge[MAX_LEVELS + 1];
-    for (int k = 0; k < n; k++) entry[k] = quantile(dim, (k + 0.5) / n);
+    /* The best density of many values is the cube root of the data's. */
+    for (int k = 0; k < n; k++)
+        entry[k] = dim ? quantile(2 + dim / 3.0, (k + 0.5) / n) : sqrt(3) * quantile(0, (k + 0.5) / n);
     double moved = 1;
-    for (int round = 0; round < 20000 && moved > 1e-9; round++) {
+    for (int round = 0; round < (bits > 4 ? 1000 : 20000) && moved > 1e-9; round++) {
         moved = 0;
         edge[0] = -end;
         edge[n] = end;

@@ -18,6 +18,10 @@ void lowkey_hadamard(int n, double *h);
  * component of each positive. */
 lowkey_status lowkey_eigenvectors(int n, double *a, double *value, double *v, lowkey_error *err);
 
+/* out[dim][dim] = the mean of x x' over n_tokens x n_heads vectors: heads first_head.. of x[n_tokens][all_heads][dim]. */
+lowkey_status lowkey_second_moment(const float *x, int n_tokens, int all_heads, int first_head, int n_heads,
+                                   int dim, double *out, lowkey_error *err);
+
 /* The 2^bits values, rising, that lose least of a coordinate of a random unit vector in dim dimensions, times
  * sqrt(dim): density (1 - x^2)^((dim - 3) / 2). dim 0: of a normal distribution, the limit. bits 1 to 8. boundary:
  * [2^bits - 1] midpoints. */
