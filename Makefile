@@ -38,7 +38,7 @@ endif
 
 objects  = $(patsubst %,$B/%.o,$(wildcard $(1:%=%/*.c)))
 library := $(call objects,formats kernels runtime)
-tools   := $(filter-out %/lowkey.c.o,$(call objects,calib experiments experiments/lm experiments/peers notebooks-export))
+tools   := $(filter-out %/lowkey.c.o %/commit.c.o,$(call objects,calib experiments experiments/lm experiments/peers notebooks-export))
 tests   := $(patsubst %.c,$B/%,$(wildcard tests/test_*.c))
 support := $(filter-out $B/tests/test_%,$(call objects,tests))
 
@@ -47,7 +47,7 @@ q := $(if $(filter 0,$V),@)
 all: $B/lowkey $B/liblowkey.so $B/liblowkey-h5.so $B/liblowkey-h5.a
 	@ln -sfn $(B:build/%=%)/lowkey build/lowkey
 
-$B/lowkey: $B/experiments/lowkey.c.o $B/libtools.a $B/liblowkey.a
+$B/lowkey: $B/experiments/lowkey.c.o $B/experiments/commit.c.o $B/libtools.a $B/liblowkey.a
 	$(if $q,@echo '  $@')
 	$q$(CC) $(ldflags) $(LDFLAGS) -o $@ $^ $(ldlibs) $(LDLIBS)
 $B/tests/test_%: $B/tests/test_%.c.o $(support) $B/libtools.a $B/liblowkey.a
@@ -78,6 +78,14 @@ $B/%.c.o: %.c Makefile | build/.packages
 	@mkdir -p $(@D)
 	$(if $q,@echo '  $@')
 	$q$(CC) $(cppflags) $(CPPFLAGS) $$(pkg-config --cflags $(packages) cmocka) $(CFLAGS) $(cflags) -c -o $@ $<
+
+# The commit that the command says it is of; written where it has changed.
+$B/commit.h: FORCE
+	@mkdir -p $(@D)
+	@commit=$$(git describe --always --dirty --match=none 2>/dev/null || echo unknown); \
+	    echo "#define LOWKEY_COMMIT \"$$commit\"" | cmp -s - $@ || echo "#define LOWKEY_COMMIT \"$$commit\"" >$@
+$B/experiments/commit.c.o: $B/commit.h
+$B/experiments/commit.c.o: cppflags += -include $B/commit.h
 
 build/.packages: scripts/setup.sh
 	@mkdir -p build
@@ -143,6 +151,7 @@ install: all
 
 clean:
 	rm -rf build/opt build/san build/fuzz build/lowkey
-.PHONY: all demo damage fit-scale model test test-full fuzz bench-solvers install clean
+FORCE:
+.PHONY: FORCE all demo damage fit-scale model test test-full fuzz bench-solvers install clean
 .SECONDARY:
 -include $(shell find $B -name '*.d' 2>/dev/null)

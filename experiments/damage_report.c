@@ -2,10 +2,10 @@
  * asked. A row is made once (struct row); the table, JSON and CSV are ways to print it. */
 #include "experiments/damage_report.h"
 
-#include <jansson.h>
 #include <math.h>
 #include <string.h>
 
+#include "experiments/json_rows.h"
 #include "formats/sha256.h"
 
 struct row {
@@ -272,24 +272,6 @@ int lowkey_damage_print_json(const struct lowkey_damage_result *result, enum low
     return good;
 }
 
-static void print_csv_cell(const json_t *value, FILE *to)
-{
-    if (json_is_real(value)) fprintf(to, "%.12g", json_real_value(value));
-    if (json_is_integer(value)) fprintf(to, "%lld", (long long)json_integer_value(value));
-    if (!json_is_string(value)) return;
-    const char *text = json_string_value(value);
-    if (!strpbrk(text, ",\"\r\n")) {
-        fputs(text, to);
-        return;
-    }
-    fputc('"', to);
-    for (; *text; text++) {
-        if (*text == '"') fputc('"', to);
-        fputc(*text, to);
-    }
-    fputc('"', to);
-}
-
 struct csv {
     FILE *to;
     int has_names;
@@ -298,27 +280,10 @@ struct csv {
 static int csv_line(void *arg, const struct row *row)
 {
     struct csv *csv = arg;
-    json_t *cells = make_cells(row), *value;
-    const char *name;
+    json_t *cells = make_cells(row);
     if (!cells) return 0;
-    const char *comma = "";
-    if (!csv->has_names) {
-        json_object_foreach(cells, name, value)
-        {
-            fprintf(csv->to, "%s%s", comma, name);
-            comma = ",";
-        }
-        fputc('\n', csv->to);
-        csv->has_names = 1;
-    }
-    comma = "";
-    json_object_foreach(cells, name, value)
-    {
-        fputs(comma, csv->to);
-        print_csv_cell(value, csv->to);
-        comma = ",";
-    }
-    fputc('\n', csv->to);
+    lowkey_json_csv_line(cells, !csv->has_names, csv->to);
+    csv->has_names = 1;
     json_decref(cells);
     return 1;
 }

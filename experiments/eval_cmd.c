@@ -1,154 +1,286 @@
-/* eval_cmd.c - lowkey eval: perplexity of a model over windows of a text. */
+/* eval_cmd.c - lowkey eval: what formats of the cache do to a model's predictions of a text. */
+#include <errno.h>
 #include <getopt.h>
-#include <jansson.h>
-#include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "calib/command.h"
 #include "experiments/commands.h"
-#include "experiments/lm/plain_attention.h"
-#include "experiments/perplexity.h"
+#include "experiments/eval_report.h"
+#include "experiments/eval_windows.h"
 #include "experiments/samples.h"
-#include "formats/sha256.h"
+#include "experiments/whole_file.h"
 #include "runtime/error.h"
 
 static const char usage[] =
-    "usage: lowkey eval --model MODEL.h5 --tokens TOKENS.h5 [OPTION]...\n\n"
-    "Perplexity of the model itself, keys and values in f32. The text is cut into windows without\n"
-    "overlap, each is read on its own, its first token is not predicted; the exponential of the mean\n"
-    "negative log-likelihood over all predicted tokens.\n\n"
-    "  --model FILE     model.h5\n"
-    "  --tokens FILE    tokens.h5, of the model's own tokenizer\n"
-    "  --window N       tokens of a window (2048)\n"
-    "  --windows N      how many, from the text's beginning (all)\n"
-    "  --threads N      (as many as there are CPUs); the result does not depend on it\n"
-    "  --json           one JSON object on stdout\n";
+    "usage: lowkey eval --model MODEL.h5 --tokens TOKENS.h5 [OPTION]... [FORMAT]...\n\n"
+    "What formats of the KV cache do to a model's predictions. The text is cut into windows without\n"
+    "overlap; each is read on its own, once with keys and values in f32 and once over each FORMAT:\n"
+    "perplexity, added nats per token, KL over the whole vocabulary and top-1 agreement, with intervals\n"
+    "of 95 % by bootstrap over windows, and bits per element. Everything but a format's sinks and\n"
+    "recent window is quantized, and queries see their own token quantized too.\n\n"
+    "FORMAT is a quantizer.h5, f16 or bf16: evaluated through the packed cache itself; or the name of\n"
+    "somebody else's format (--list), simulated. LABEL=FORMAT names it in results. f32 is always there.\n\n"
+    "  --model FILE        model.h5\n"
+    "  --tokens FILE       tokens.h5, of the model's own tokenizer\n"
+    "  --window N          tokens of a window (2048)\n"
+    "  --first-window A    the first window that may be taken (0)\n"
+    "  --end-window B      the one behind the last that may be (the text's end)\n"
+    "  --windows N         the first N of them (all)\n"
+    "  --spread N          N of them, spread evenly\n"
+    "  --sinks N           first tokens in 16 bits, of simulated formats (1); a quantizer.h5 has its own\n"
+    "  --activations FILE  activations.h5, for simulated formats that calibrate; may be given again\n"
+    "  --csv FILE          a row for each format and window, added as it comes. Where FILE is there, its\n"
+    "                      rows are taken as done, so that a run that was stopped goes on; rows of other\n"
+    "                      settings are refused\n"
+    "  --summary FILE      a row for each format, as CSV\n"
+    "  --json              one JSON object on stdout, in place of the table\n"
+    "  --threads N         (as many as there are CPUs); results do not depend on it\n"
+    "  --list              the names of simulated formats\n";
 
 struct options {
-    const char *model, *tokens;
-    int64_t window, n_windows, n_threads; /* n_windows 0: all */
-    int json;
+    const char *model, *tokens, *csv, *summary;
+    struct lowkey_window_choice choice;
+    int64_t n_sinks, n_threads;
+    const char **activations; /* [n_activations], owned */
+    int n_activations, json;
+    int n_formats;
+    char **formats; /* borrowed from argv, f32 left out */
 };
 
-struct report { /* what on_window fills */
-    int json, window;
-    double nll; /* so far */
-    json_t *windows;
-};
+static int list_peers(void)
+{
+    for (int i = 0; lowkey_peer_name(i); i++) puts(lowkey_peer_name(i));
+    return -1;
+}
+
+static int check(int argc, char **argv, struct options *options)
+{
+    if (!options->model || !options->tokens)
+        return lowkey_command_usage("eval", "--model and --tokens are needed");
+    if (options->choice.n_first && options->choice.n_spread)
+        return lowkey_command_usage("eval", "--windows and --spread exclude each other");
+    options->formats = argv + optind;
+    for (int i = optind; i < argc; i++)
+        if (strcmp(argv[i], "f32") != 0) options->formats[options->n_formats++] = argv[i];
+    const char *inputs[] = { options->model, options->tokens };
+    const char *const outputs[][2] = { { "--csv", options->csv }, { "--summary", options->summary } };
+    for (int o = 0; o < 2; o++) {
+        if (!outputs[o][1]) continue;
+        int bad = lowkey_check_output("eval", outputs[o][0], outputs[o][1], 2, inputs);
+        for (int f = 0; f < options->n_formats && !bad; f++) {
+            const char *equals = strchr(options->formats[f], '='),
+                       *format = equals ? equals + 1 : options->formats[f];
+            bad = lowkey_check_output("eval", outputs[o][0], outputs[o][1], 1, &format);
+        }
+        if (!bad)
+            bad = lowkey_check_output("eval", outputs[o][0], outputs[o][1], options->n_activations,
+                                      options->activations);
+        if (bad) return bad;
+    }
+    if (options->csv && options->summary)
+        return lowkey_check_output("eval", "--summary", options->summary, 1, &options->csv);
+    return 0;
+}
 
 /* 0: go on; -1: help was asked for; 2: wrong usage */
 static int parse(int argc, char **argv, struct options *options)
 {
-    static const struct option known[] = {
-        { "model", 1, 0, 'm' },   { "tokens", 1, 0, 't' }, { "window", 1, 0, 'w' }, { "windows", 1, 0, 'n' },
-        { "threads", 1, 0, 'j' }, { "json", 0, 0, 'J' },   { "help", 0, 0, 'h' },   { 0 },
+    enum {
+        MODEL = 256,
+        TOKENS,
+        WINDOW,
+        FIRST,
+        END,
+        WINDOWS,
+        SPREAD,
+        SINKS,
+        ACTIVATIONS,
+        CSV,
+        SUMMARY,
+        JSON,
+        THREADS,
+        LIST
     };
-    for (int c; (c = lowkey_next_option("eval", argc, argv, known, NULL)) != -1;) {
-        int wrong = 0;
+    static const struct option known[] = {
+        { "model", 1, 0, MODEL },
+        { "tokens", 1, 0, TOKENS },
+        { "window", 1, 0, WINDOW },
+        { "first-window", 1, 0, FIRST },
+        { "end-window", 1, 0, END },
+        { "windows", 1, 0, WINDOWS },
+        { "spread", 1, 0, SPREAD },
+        { "sinks", 1, 0, SINKS },
+        { "activations", 1, 0, ACTIVATIONS },
+        { "csv", 1, 0, CSV },
+        { "summary", 1, 0, SUMMARY },
+        { "json", 0, 0, JSON },
+        { "threads", 1, 0, THREADS },
+        { "list", 0, 0, LIST },
+        { "help", 0, 0, 'h' },
+        { 0 },
+    };
+    struct lowkey_window_choice *choice = &options->choice;
+    const int64_t most = 1 << 30;
+    options->activations = calloc((size_t)argc, sizeof *options->activations);
+    if (!options->activations) return lowkey_command_usage("eval", "no memory");
+    int wrong = 0;
+    optind = 0; /* a fresh scan: getopt is a global */
+    for (int c; !wrong && (c = lowkey_next_option("eval", argc, argv, known, NULL)) != -1;) {
         switch (c) {
-        case 'm': options->model = optarg; break;
-        case 't': options->tokens = optarg; break;
-        case 'w': wrong = lowkey_parse_int("eval", "--window", optarg, 2, 1 << 24, &options->window); break;
-        case 'n':
-            wrong = lowkey_parse_int("eval", "--windows", optarg, 1, 1 << 30, &options->n_windows);
+        case MODEL: options->model = optarg; break;
+        case TOKENS: options->tokens = optarg; break;
+        case CSV: options->csv = optarg; break;
+        case SUMMARY: options->summary = optarg; break;
+        case ACTIVATIONS: options->activations[options->n_activations++] = optarg; break;
+        case WINDOW: wrong = lowkey_parse_int("eval", "--window", optarg, 2, 1 << 24, &choice->length); break;
+        case FIRST:
+            wrong = lowkey_parse_int("eval", "--first-window", optarg, 0, most, &choice->first);
             break;
-        case 'j': wrong = lowkey_parse_int("eval", "--threads", optarg, 1, 256, &options->n_threads); break;
-        case 'J': options->json = 1; break;
+        case END: wrong = lowkey_parse_int("eval", "--end-window", optarg, 1, most, &choice->end); break;
+        case WINDOWS: wrong = lowkey_parse_int("eval", "--windows", optarg, 1, most, &choice->n_first); break;
+        case SPREAD: wrong = lowkey_parse_int("eval", "--spread", optarg, 1, most, &choice->n_spread); break;
+        case SINKS: wrong = lowkey_parse_int("eval", "--sinks", optarg, 0, 1 << 20, &options->n_sinks); break;
+        case THREADS:
+            wrong = lowkey_parse_int("eval", "--threads", optarg, 1, 256, &options->n_threads);
+            break;
+        case JSON: options->json = 1; break;
+        case LIST: return list_peers();
         case 'h': return fputs(usage, stdout), -1;
         default: return 2;
         }
-        if (wrong) return 2;
     }
-    if (optind < argc) return lowkey_command_usage("eval", "'%s' is not expected", argv[optind]);
-    if (!options->model || !options->tokens)
-        return lowkey_command_usage("eval", "--model and --tokens are needed");
-    return 0;
+    return wrong ? wrong : check(argc, argv, options);
 }
 
-static void on_window(void *user, int i, double nll)
+/* ---- the run ---- */
+
+static int is_wanted(void *user, int format, int i)
 {
-    struct report *report = user;
-    report->nll += nll;
-    const double alone = exp(nll / (report->window - 1));
-    const double running = exp(report->nll / ((double)(i + 1) * (report->window - 1)));
-    if (report->json) {
-        json_array_append_new(report->windows, json_pack("{s:f, s:f, s:f}", "nll", nll / (report->window - 1),
-                                                         "perplexity", alone, "running_perplexity", running));
-        return;
+    return !lowkey_eval_journal_find(*(lowkey_eval_journal **)user, format, i);
+}
+
+static lowkey_status note(void *user, int format, int i, const struct lowkey_eval_result *result,
+                          lowkey_error *err)
+{
+    return lowkey_eval_journal_add(*(lowkey_eval_journal **)user, format, i, result, err);
+}
+
+static lowkey_status open_formats(const struct options *options, const lowkey_model *model,
+                                  struct lowkey_eval_format *formats, lowkey_error *err)
+{
+    const struct lowkey_eval_format_options of = { .model = model,
+                                                   .model_path = options->model,
+                                                   .n_sinks = (int)options->n_sinks,
+                                                   .n_activations = options->n_activations,
+                                                   .activations = options->activations,
+                                                   .n_threads = (int)options->n_threads };
+    for (int f = 0; f < options->n_formats; f++) {
+        LOWKEY_TRY(lowkey_eval_format_open(options->formats[f], &of, &formats[f], err));
+        for (int other = -1; other < f; other++)
+            if (strcmp(formats[f].label, other < 0 ? "f32" : formats[other].label) == 0)
+                return lowkey_fail(err, LOWKEY_EINVAL,
+                                   "'%s' names two formats; LABEL=FORMAT gives one another name",
+                                   formats[f].label);
     }
-    if (i == 0) printf("window  perplexity  running perplexity\n");
-    printf("%6d  %10.4f  %18.4f\n", i, alone, running);
-    fflush(stdout);
+    return LOWKEY_OK;
 }
 
-static void print_json(const struct report *report, const lowkey_model *model, const lowkey_tokens *tokens,
-                       double seconds)
+static lowkey_status print(const struct options *options, const struct lowkey_eval_report *report,
+                           struct lowkey_whole_file *summary, lowkey_error *err)
 {
-    char model_hash[65], text_hash[65];
-    lowkey_sha256_print(model->sha256, model_hash);
-    lowkey_sha256_print(tokens->text_sha256, text_hash);
-    const double n_predicted = (double)json_array_size(report->windows) * (report->window - 1);
-    json_t *object = json_pack("{s:s, s:s, s:s, s:s, s:i, s:I, s:f, s:f, s:s, s:O}", "model", model->name,
-                               "model_sha256", model_hash, "text", tokens->text_name, "text_sha256",
-                               text_hash, "window", report->window, "n_predicted", (json_int_t)n_predicted,
-                               "perplexity", exp(report->nll / n_predicted), "seconds", seconds, "cache",
-                               "f32", "windows", report->windows);
-    json_dumpf(object, stdout, JSON_INDENT(2));
-    printf("\n");
-    json_decref(object);
+    int good = !summary->to || lowkey_eval_print_csv(report, summary->to);
+    if (good && summary->to) LOWKEY_TRY(lowkey_whole_file_commit(summary, err));
+    if (good)
+        good = options->json ? lowkey_eval_print_json(report, stdout)
+                             : lowkey_eval_print_table(report, stdout);
+    if (fflush(stdout) != 0 || ferror(stdout))
+        return lowkey_fail(err, LOWKEY_EIO, "stdout: cannot write: %s", strerror(errno));
+    return good ? LOWKEY_OK
+                : lowkey_fail(err, LOWKEY_EINVAL,
+                              "no row could be made: no memory, or a name that is not UTF-8");
 }
 
-static lowkey_status run(const struct options *options, lowkey_model *model, lowkey_tokens *tokens,
-                         lowkey_error *err)
+static void warn_of_overlap(const struct lowkey_eval_request *request)
 {
+    for (int f = 0; f < request->n_formats; f++) {
+        const int n = lowkey_eval_fit_overlap(request, f);
+        if (n)
+            fprintf(stderr,
+                    "lowkey eval: warning: %s was fitted on %d of the %d windows, which flatters it\n",
+                    request->formats[f].label, n, request->n_windows);
+    }
+}
+
+static lowkey_status run(const struct options *options, struct lowkey_eval_request *request,
+                         lowkey_eval_journal **journal, struct lowkey_whole_file *summary, lowkey_error *err)
+{
+    const struct lowkey_eval_journal_config config = { request, lowkey_commit() };
+    LOWKEY_TRY(open_formats(options, request->model, request->formats, err));
+    warn_of_overlap(request);
+    LOWKEY_TRY(lowkey_eval_journal_open(options->csv, &config, journal, err));
+    if (lowkey_eval_journal_n_kept(*journal))
+        fprintf(stderr, "lowkey eval: %s: %d results are there already\n", options->csv,
+                lowkey_eval_journal_n_kept(*journal));
+    if (options->summary) LOWKEY_TRY(lowkey_whole_file_open(summary, options->summary, err));
+    LOWKEY_TRY(lowkey_eval(request, err));
+    const struct lowkey_eval_report report = { request, *journal, lowkey_commit() };
+    return print(options, &report, summary, err);
+}
+
+static lowkey_status eval(const struct options *options, lowkey_model *model, lowkey_tokens *tokens,
+                          lowkey_error *err)
+{
+    int64_t *windows = NULL;
+    int n_windows = 0;
     LOWKEY_TRY(lowkey_samples_check(options->tokens, tokens, model->vocab_size, err));
-    const int window = (int)options->window, n_threads = (int)options->n_threads;
-    const int64_t available = lowkey_samples_count(tokens, window, window);
-    const int64_t n_windows = options->n_windows ? options->n_windows : available;
-    if (available == 0 || n_windows > available)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: has %lld windows of %d tokens, %lld wanted",
-                           options->tokens, (long long)available, window,
-                           (long long)(n_windows ? n_windows : 1));
-
-    struct report report = { .json = options->json, .window = window, .windows = json_array() };
-    struct lowkey_perplexity_request request = {
+    LOWKEY_TRY(lowkey_choose_windows(options->tokens, tokens, &options->choice, &windows, &n_windows, err));
+    lowkey_eval_journal *journal = NULL;
+    struct lowkey_whole_file summary = { 0 };
+    struct lowkey_eval_request request = {
+        .model = model,
         .tokens = tokens,
-        .window = window,
-        .n_windows = (int)n_windows,
-        .n_threads = n_threads,
-        .on_window = on_window,
-        .user = &report,
+        .window = (int)options->choice.length,
+        .n_windows = n_windows,
+        .windows = windows,
+        .n_formats = options->n_formats,
+        .formats = calloc((size_t)options->n_formats + 1, sizeof *request.formats),
+        .n_threads = (int)options->n_threads,
+        .is_wanted = is_wanted,
+        .on_result = note,
+        .user = &journal,
     };
-    struct lowkey_decoder_config config = { .model = model, .n_threads = n_threads };
-    lowkey_plain_attention *attention = NULL;
-    const double start = lowkey_seconds();
-    lowkey_status status = lowkey_plain_attention_create(model, model->n_layers, window, n_threads, NULL,
-                                                         &attention, err);
-    if (status == LOWKEY_OK) {
-        config.attention = lowkey_plain_attention_interface(attention);
-        status = lowkey_decoder_create(&config, &request.decoder, err);
-    }
-    if (status == LOWKEY_OK) status = lowkey_perplexity(&request, err);
-    if (status == LOWKEY_OK && options->json) print_json(&report, model, tokens, lowkey_seconds() - start);
-    lowkey_decoder_free(request.decoder);
-    lowkey_plain_attention_free(attention);
-    json_decref(report.windows);
+    lowkey_status status = request.formats ? run(options, &request, &journal, &summary, err)
+                                           : lowkey_fail(err, LOWKEY_ENOMEM, "no memory for the formats");
+    if (status == LOWKEY_ECANCELLED && options->csv)
+        status = lowkey_fail(err, status, "interrupted; what was done is in %s, and the same command goes on",
+                             options->csv);
+    lowkey_whole_file_abandon(&summary);
+    lowkey_eval_journal_close(journal);
+    for (int f = 0; request.formats && f < request.n_formats; f++)
+        lowkey_eval_format_close(&request.formats[f]);
+    free(request.formats);
+    free(windows);
     return status;
 }
 
 int lowkey_eval_cmd(int argc, char **argv)
 {
-    struct options options = { .window = 2048, .n_threads = lowkey_cpu_count() };
-    const int wrong = parse(argc, argv, &options);
-    if (wrong) return wrong < 0 ? 0 : wrong;
-    lowkey_catch_interrupts();
-    lowkey_error err;
-    lowkey_model *model = NULL;
-    lowkey_tokens *tokens = NULL;
-    lowkey_status status = lowkey_tokens_open(options.tokens, &tokens, &err);
-    if (status == LOWKEY_OK) status = lowkey_model_open(options.model, 1, &model, &err);
-    if (status == LOWKEY_OK) status = run(&options, model, tokens, &err);
-    lowkey_model_free(model);
-    lowkey_tokens_free(tokens);
-    return status == LOWKEY_OK ? 0 : lowkey_command_failed("eval", &err);
+    struct options options = { .choice = { .length = 2048 }, .n_sinks = 1, .n_threads = lowkey_cpu_count() };
+    int exit_status = parse(argc, argv, &options);
+    if (exit_status == 0) {
+        lowkey_catch_interrupts();
+        lowkey_error err;
+        lowkey_model *model = NULL;
+        lowkey_tokens *tokens = NULL;
+        lowkey_status status = lowkey_tokens_open(options.tokens, &tokens, &err);
+        if (status == LOWKEY_OK) status = lowkey_model_open(options.model, 1, &model, &err);
+        if (status == LOWKEY_OK) status = eval(&options, model, tokens, &err);
+        lowkey_model_free(model);
+        lowkey_tokens_free(tokens);
+        if (status != LOWKEY_OK) exit_status = lowkey_command_failed("eval", &err);
+    }
+    free(options.activations);
+    return exit_status < 0 ? 0 : exit_status;
 }

@@ -72,7 +72,7 @@ def test_usage():
             (["error", "--nope"], "--nope"), (["eval"], "--model"), (["eval", "--nope"], "--nope"), (["capture"], "--model"),
             (["capture", "--nope"], "--nope"), (["bench"], "what"), (["bench", "nope"], "nope"), (["bench", "solve", "--nope"], "--nope"),
             (["bench", "solve", "x"], "takes no 'x'"), (["bench", "solve", "--weights", "w"], "--weights belongs to --input"),
-            ([*CAPTURE, "c.h5", "x"], "'x' is not expected"), (["eval", "--model", "m", "--tokens", "t", "x"], "'x' is not expected")]:
+            ([*CAPTURE, "c.h5", "x"], "'x' is not expected"), (["eval", "--model", "m", "--tokens", "t", "--windows", "x"], "--windows takes")]:
         run = lowkey(*arguments)
         assert run.returncode == 2 and run.stdout == "" and said in run.stderr, (arguments, run)
 
