@@ -5,6 +5,7 @@
 # make test-full       every test, those too that take long
 # make fuzz            libFuzzer (needs clang) on quantizer files, FUZZ=60 seconds of it; finds go to build/fuzz
 # make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
+# make model-gemma     Gemma 3 270M, under Gemma's own terms, and WikiText-2 in its tokens
 # make V=1             with the commands in full
 # make damage          what formats do to attention, all layers, into experiments/results (half an hour)
 # make fit-scale       calibration's time, memory, determinism, into experiments/results
@@ -100,12 +101,26 @@ model: $(models)
 $(gguf): scripts/fetch_model.sh | build/venv/.done
 	@mkdir -p $(@D)
 	@scripts/fetch_model.sh $(python) $@ && touch $@
-build/model/smollm2-135m.model.h5: experiments/convert_model.py experiments/rope_scaling.py experiments/artefact.py \
-                                   $(gguf) | build/venv/.done
+converter := experiments/convert_model.py experiments/gemma.py experiments/rope_scaling.py experiments/artefact.py
+tokenizer := experiments/tokenize_text.py $(converter)
+build/model/smollm2-135m.model.h5: $(converter) $(gguf) | build/venv/.done
 	$(python) $< $(gguf) $@ --name SmolLM2-135M-Instruct
-build/model/wiki.%.tokens.h5: experiments/tokenize_text.py experiments/data/wikitext-2/wiki.%.raw experiments/convert_model.py \
-                               experiments/artefact.py $(gguf) | build/venv/.done
-	$(python) $< $(gguf) $(word 2,$^) $@ --name SmolLM2-135M-Instruct
+build/model/wiki.%.tokens.h5: experiments/data/wikitext-2/wiki.%.raw $(tokenizer) $(gguf) | build/venv/.done
+	$(python) experiments/tokenize_text.py $(gguf) $< $@ --name SmolLM2-135M-Instruct
+
+# A second family: the user fetches it, and nothing of it is here. Its texts come in sequences that begin with BOS, without
+# which Gemma predicts badly.
+gemma := build/model/gemma-3-270m.Q4_K_M.gguf
+to_gemma = $(python) experiments/tokenize_text.py $(gemma) $(1) $@ --name gemma-3-270m --add-bos --sequence 1024
+.PHONY: model-gemma
+model-gemma: build/model/gemma3-270m.model.h5 build/model/gemma3.wiki.valid.tokens.h5 build/model/gemma3.wiki.test.tokens.h5
+$(gemma): scripts/fetch_gemma.sh | build/venv/.done
+	@mkdir -p $(@D)
+	@scripts/fetch_gemma.sh $(python) $@ && touch $@
+build/model/gemma3-270m.model.h5: $(converter) $(gemma) | build/venv/.done
+	$(python) $< $(gemma) $@ --name gemma-3-270m
+build/model/gemma3.wiki.%.tokens.h5: experiments/data/wikitext-2/wiki.%.raw $(tokenizer) $(gemma) | build/venv/.done
+	$(call to_gemma,$<)
 
 demo: all build/venv/.done
 	@scripts/demo.sh

@@ -58,9 +58,9 @@ def whole_file(path, verify):
             os.unlink(temporary)
 
 
-def set_schema(file, schema):
+def set_schema(file, schema, minor=0):
     file.attrs["schema"] = schema
-    file.attrs["schema_version"] = [1, 0]
+    file.attrs["schema_version"] = [1, minor]
     file.attrs["created_by"] = CREATED_BY
 
 

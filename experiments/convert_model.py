@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A Llama-like model from GGUF or safetensors to model.h5 (formats/README.md, "model.h5").
+"""A Llama-like model, or a Gemma 3, from GGUF or safetensors to model.h5 (formats/README.md, "model.h5").
 
     convert_model.py MODEL.gguf OUT.model.h5
     convert_model.py FOLDER OUT.model.h5        a Hugging Face folder: config.json and *.safetensors
 
 Weights become f32 (block formats are dequantized once), channels are in Hugging Face order, RoPE becomes its
-vector of inverse frequencies. What the format cannot say is refused by name: other architectures, sliding
-windows, experts, any tensor that has no place in model.h5.
+vector of inverse frequencies. What the format cannot say is refused by name: other architectures, experts,
+any tensor that has no place in model.h5.
 """
 import argparse
 import hashlib
@@ -20,6 +20,7 @@ import h5py
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+import gemma
 from artefact import Refused, need, note, progress, run, set_schema, whole_file
 from rope_scaling import inverse_frequencies
 
@@ -35,16 +36,18 @@ LAYER_TENSORS = [
     ("query_norm", "self_attn.q_norm.weight", "attn_q_norm.weight"),
     ("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight"),
     ("output_proj", "self_attn.o_proj.weight", "attn_output.weight"),
+    ("post_attention_norm", "post_attention_layernorm.weight", "post_attention_norm.weight"),
     ("ffn_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
     ("gate_proj", "mlp.gate_proj.weight", "ffn_gate.weight"),
     ("up_proj", "mlp.up_proj.weight", "ffn_up.weight"),
     ("down_proj", "mlp.down_proj.weight", "ffn_down.weight"),
+    ("post_ffn_norm", "post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
 ]
 # What the decoder of experiments/lm computes, and whether it normalises queries and keys. Biases show by
 # their tensors.
 FOLDER_QK_NORM = {"LlamaForCausalLM": 0, "MistralForCausalLM": 0, "Qwen2ForCausalLM": 0,
-                  "Qwen3ForCausalLM": 1}
-GGUF_QK_NORM = {"llama": 0, "qwen2": 0, "qwen3": 1}
+                  "Qwen3ForCausalLM": 1, "Gemma3ForCausalLM": 1}
+GGUF_QK_NORM = {"llama": 0, "qwen2": 0, "qwen3": 1, "gemma3": 1}
 
 
 class Model:
@@ -54,6 +57,8 @@ class Model:
         self.attributes = attributes      # as in formats/README.md
         self.layer = {}                   # geometry, the same in each layer
         self.inverse_frequencies = None   # [rope_dims / 2]
+        self.window = None                # [n_layers], 0: sees all; None: no layer has one
+        self.local_frequencies = None     # as inverse_frequencies, of layers with a window; None: the same
         self.read = None                  # name of the source's tensor -> f32 array
         self.names = {}                   # path in model.h5 -> name in the source
         self.unused = set()               # names in the source that nothing asked for
@@ -87,7 +92,8 @@ def read_gguf(path):
         need(not isinstance(value, list),
              f"{path}: {architecture}.{name} differs between layers, which is not supported")
         return value
-    for name in ("expert_count", "attention.sliding_window", "attention.max_alibi_bias"):
+    windowed = ("attention.sliding_window",) if architecture != "gemma3" else ()
+    for name in ("expert_count", "attention.max_alibi_bias", *windowed):
         need(not setting(name, 0),
              f"{path}: {architecture}.{name} = {setting(name, 0)}: not a plain Llama-like model")
     for name in ("logit_scale", "embedding_scale", "residual_scale"):
@@ -120,6 +126,8 @@ def read_gguf(path):
                                               key_dim), rope_dims=rope_dims, rope_pairing="half",
                        logit_scale=setting("attention.scale", 0.0) or 1 / math.sqrt(key_dim))
     gguf_rope(model, setting, tensors, rope_dims)
+    if architecture == "gemma3":
+        gemma.gguf_extension(model, setting, field)
     for layer in range(model.attributes["n_layers"]):
         model.names.update({f"/layers/{layer:03d}/{ours}": f"blk.{layer}.{theirs}"
                             for ours, _, theirs in LAYER_TENSORS})
@@ -228,11 +236,9 @@ def read_folder(folder):
          f"{path}: architecture '{architecture}' is not one of {', '.join(FOLDER_QK_NORM)}")
     need("quantization_config" not in config,
          f"{path}: weights are quantized (quantization_config); convert the original")
-    need(config.get("hidden_act", "silu") == "silu",
+    is_gemma = architecture == "Gemma3ForCausalLM"
+    need(is_gemma or config.get("hidden_act", "silu") == "silu",
          f"{path}: hidden_act '{config.get('hidden_act')}' is not silu")
-    uses_window = config.get("use_sliding_window", architecture == "MistralForCausalLM")
-    need(not (config.get("sliding_window") and uses_window),
-         f"{path}: sliding_window {config.get('sliding_window')} is not supported")
 
     def setting(name, default=None):
         value = config.get(name)
@@ -244,7 +250,7 @@ def read_folder(folder):
     shards = Shards(folder)
     hidden, q_heads = setting("hidden_size"), setting("num_attention_heads")
     key_dim = config.get("head_dim") or hidden // max(q_heads, 1)
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = bool(config.get("tie_word_embeddings", is_gemma))
     name = os.path.basename(os.path.abspath(folder))
     model = Model(
         architecture="llama", hidden_size=hidden, intermediate_size=setting("intermediate_size"),
@@ -258,12 +264,21 @@ def read_folder(folder):
                        key_head_dim=key_dim,
                        value_head_dim=key_dim, logit_scale=1 / math.sqrt(key_dim), rope_pairing="half")
     folder_rope(model, config, setting, key_dim)
+    model.window = gemma.folder_windows(config, architecture, model.attributes["n_layers"])
+    if model.window:
+        model.attributes.update(architecture="extended", activation="silu", post_norms=0, embedding_scale=1.0)
+    if is_gemma:
+        need(model.window, f"{path}: has no sliding_window")
+        gemma.folder_extension(model, config, setting)
+    names = gemma.FOLDER_NAMES if is_gemma else {}
     for layer in range(model.attributes["n_layers"]):
-        model.names.update({f"/layers/{layer:03d}/{ours}": f"model.layers.{layer}.{theirs}"
+        model.names.update({f"/layers/{layer:03d}/{ours}": f"model.layers.{layer}.{names.get(ours, theirs)}"
                             for ours, theirs, _ in LAYER_TENSORS})
     model.names.update({"/token_embedding": "model.embed_tokens.weight", "/final_norm": "model.norm.weight",
                         "/output": "lm_head.weight"})
-    model.read = shards.read
+    # Gemma's checkpoints hold w where RMSNorm multiplies by 1 + w; its GGUF files hold 1 + w.
+    model.read = (lambda name: shards.read(name) + np.float32(name.endswith("norm.weight"))) if is_gemma \
+        else shards.read
     model.unused = {name for name in shards.where if not name.endswith("rotary_emb.inv_freq")}
     if tied and "lm_head.weight" in shards.where:
         need(np.array_equal(shards.read("lm_head.weight"), shards.read("model.embed_tokens.weight")),
@@ -279,6 +294,7 @@ def token_id(config, name):
 
 def folder_rope(model, config, setting, head_dim):
     parameters = config.get("rope_parameters") or {}
+    parameters = parameters.get("full_attention", parameters)
     scaling = dict(config.get("rope_scaling") or parameters)
     scaling["type"] = scaling.get("rope_type", scaling.get("type", "default"))
     need(scaling["type"] in ("default", "linear", "llama3", "yarn"),
@@ -310,9 +326,10 @@ def shapes(model):
               query_bias=(queries,), key_bias=(keys,), value_bias=(values,), query_norm=(g["key_head_dim"],),
               key_norm=(g["key_head_dim"],), output_proj=(hidden, outputs), ffn_norm=(hidden,),
               gate_proj=(ffn, hidden),
-              up_proj=(ffn, hidden), down_proj=(hidden, ffn))
+              up_proj=(ffn, hidden), down_proj=(hidden, ffn), post_attention_norm=(hidden,), post_ffn_norm=(hidden,))
     absent = ([] if a["attention_bias"] else ["query_bias", "key_bias", "value_bias"]) + \
-             ([] if a["qk_norm"] else ["query_norm", "key_norm"])
+             ([] if a["qk_norm"] else ["query_norm", "key_norm"]) + \
+             ([] if a.get("post_norms") else ["post_attention_norm", "post_ffn_norm"])
     result = {"/token_embedding": (a["vocab_size"], hidden)}
     for layer in range(a["n_layers"]):
         result.update({f"/layers/{layer:03d}/{name}": of[name] for name, _, _ in LAYER_TENSORS
@@ -369,7 +386,7 @@ def write_model(model, path):
                  f"{temporary}: was not read back as written")
 
     with whole_file(path, verify) as file:
-        set_schema(file, "model")
+        set_schema(file, "model", minor=int(model.window is not None))
         for name, value in model.attributes.items():
             file.attrs[name] = value
         for layer in range(model.attributes["n_layers"]):
@@ -377,7 +394,11 @@ def write_model(model, path):
             for name, value in model.layer.items():
                 group.attrs[name] = value
             if model.layer["rope_dims"]:
-                group.create_dataset("rope_inv_freq", data=model.inverse_frequencies, track_times=False)
+                local = model.local_frequencies is not None and model.window[layer]
+                group.create_dataset("rope_inv_freq", track_times=False,
+                                     data=model.local_frequencies if local else model.inverse_frequencies)
+        if model.window:
+            file.create_dataset("window", data=np.array(model.window, np.int32), track_times=False)
         digest = hashlib.sha256()
         for done, (name, shape) in enumerate(wanted.items()):
             values = checked_tensor(model, name, shape)

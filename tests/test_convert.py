@@ -197,8 +197,8 @@ def test_refusals_of_folders():
     for settings, words in (
             (config("GemmaForCausalLM"), "architecture 'GemmaForCausalLM' is not one of LlamaForCausalLM"),
             (config(architectures=None), "architecture 'none named'"), (config(hidden_act="gelu"), "hidden_act 'gelu' is not silu"),
-            (config("MistralForCausalLM", sliding_window=4096), "sliding_window 4096"),
-            (config("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=True), "sliding_window 64"),
+            (config("MistralForCausalLM", sliding_window=-1), "sliding_window must be a positive integer"),
+            (config("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=True), "max_window_layers must be an integer, found None"),
             (config(quantization_config={}),
              "quantized"), (config(hidden_size="32"), "hidden_size must be a number, found '32'"),
             (config(num_attention_heads=3), "3 query heads are not a multiple of 2 KV heads"),
@@ -231,7 +231,7 @@ def test_refusals_of_folders():
 def test_refusals_of_gguf():
     """what a GGUF file has that the format cannot say is refused in a line, and no file is left"""
     for how, words in (
-            (dict(architecture="gemma"), "architecture 'gemma' is not one of llama, qwen2, qwen3"),
+            (dict(architecture="gemma"), "architecture 'gemma' is not one of llama, qwen2, qwen3, gemma3"),
             (dict(extra={"ARCH.expert_count": 8}), "llama.expert_count = 8"),
             (dict(extra={"ARCH.attention.sliding_window": 8}), "llama.attention.sliding_window = 8"),
             (dict(extra={"ARCH.rope.dimension_count": 4}),

@@ -129,7 +129,7 @@ def test_refusals():
     status, errors = call(tokenize_text, tiny_gguf(), good, f"{WORK}/tiny.h5")
     assert status == 0 and h5py.File(f"{WORK}/tiny.h5")["tokens"][...].tolist() == [2, 2], errors
     for tokenizer, text, options, words in (
-            (lambda: tiny_gguf(model="llama"), good, [], "tokenizer model 'llama' is not gpt2"),
+            (lambda: tiny_gguf(model="bert"), good, [], "tokenizer model 'bert' is not gpt2"),
             (lambda: tiny_gguf(pre="mystery"), good, [], "pre-tokenizer 'mystery' is not one of"),
             (lambda: tiny_gguf(tokens=("a", "a", "ab")), good, [], "holds a token twice"),
             (lambda: tiny_gguf(merges=("a c",)), good, [], "make no tokenizer"),

@@ -17,15 +17,18 @@ LAYER_NAMES = [  # model.h5, Hugging Face, GGUF, in the order of model_sha256
     ("query_norm", "self_attn.q_norm.weight",
      "attn_q_norm.weight"), ("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight"),
     ("output_proj", "self_attn.o_proj.weight",
-     "attn_output.weight"), ("ffn_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
+     "attn_output.weight"),
+    ("post_attention_norm", "post_attention_layernorm.weight", "post_attention_norm.weight"),  # Gemma's
+    ("ffn_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
     ("gate_proj", "mlp.gate_proj.weight",
      "ffn_gate.weight"), ("up_proj", "mlp.up_proj.weight", "ffn_up.weight"),
     ("down_proj", "mlp.down_proj.weight", "ffn_down.weight"),
+    ("post_ffn_norm", "post_feedforward_layernorm.weight", "post_ffw_norm.weight"),  # Gemma's
 ]
 
 
 def checkpoint(hidden=32, ffn=48, vocab=40, layers=2, q_heads=4, kv_heads=2, dim=8, bias=False, qk_norm=False,
-               untied=False):
+               untied=False, post_norms=False):
     """model.h5's path -> f32 values, which f16 and bf16 hold exactly; in the order of model_sha256."""
     random = np.random.default_rng(5)
 
@@ -35,9 +38,11 @@ def checkpoint(hidden=32, ffn=48, vocab=40, layers=2, q_heads=4, kv_heads=2, dim
                   key_proj=(kv_heads * dim, hidden),
                   value_proj=(kv_heads * dim, hidden), query_bias=(q_heads * dim,), key_bias=(kv_heads * dim,),
                   value_bias=(kv_heads * dim,), query_norm=(dim,), key_norm=(dim,), output_proj=(hidden, q_heads * dim),
-                  ffn_norm=(hidden,), gate_proj=(ffn, hidden), up_proj=(ffn, hidden), down_proj=(hidden, ffn))
+                  ffn_norm=(hidden,), post_attention_norm=(hidden,),
+                  post_ffn_norm=(hidden,), gate_proj=(ffn, hidden), up_proj=(ffn, hidden), down_proj=(hidden, ffn))
     absent = ([] if bias else ["query_bias", "key_bias",
                                "value_bias"]) + ([] if qk_norm else ["query_norm", "key_norm"])
+    absent += [] if post_norms else ["post_attention_norm", "post_ffn_norm"]
     tensors = {"/token_embedding": tensor(vocab, hidden)}
     for layer in range(layers):
         for name, _, _ in LAYER_NAMES:
@@ -67,14 +72,14 @@ def folder_name(path):
     return f"model.layers.{int(layer)}." + next(theirs for ours, theirs, _ in LAYER_NAMES if ours == name)
 
 
-def write_folder(folder, tensors, settings, dtype="float32", shards=1):
+def write_folder(folder, tensors, settings, dtype="float32", shards=1, names=None):
     """tensors: paths of model.h5, or names of Hugging Face, to arrays."""
     os.makedirs(folder)
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
         json.dump(settings, file)
     files, where = [{} for _ in range(shards)], {}
     for i, (path, values) in enumerate(tensors.items()):
-        name = folder_name(path) if path.startswith("/") else path
+        name = (names or folder_name)(path) if path.startswith("/") else path
         data = values.astype(np.float32)
         data = (data.view(np.uint32) >> 16).astype("<u2") if dtype == "bfloat16" else data.astype(dtype)
         files[i % shards][name] = (values.shape, data.tobytes())
@@ -121,7 +126,7 @@ def write_gguf(path, tensors, architecture="llama", extra=None, change=None):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, value in (extra or {}).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add = writer.add_array if isinstance(value, list) else writer.add_string if isinstance(value, str) else writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(name.replace("ARCH", architecture), value)
     written = {}
     for ours, values in tensors.items():
