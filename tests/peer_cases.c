@@ -92,6 +92,12 @@ lowkey_status peer_run(lowkey_peer *peer, const struct peer_model *model, int la
 void peer_captures_make(const struct peer_model *model, int n_samples, int length, unsigned contents,
                         unsigned seed, char path[64])
 {
+    peer_captures_fill(model, NULL, n_samples, length, contents, seed, NULL, path);
+}
+
+void peer_captures_fill(const struct peer_model *model, const struct peer_shape *shape, int n_samples,
+                        int length, unsigned contents, unsigned seed, peer_fill *fill, char path[64])
+{
     struct lowkey_random random = { seed };
     int64_t *offsets = calloc((size_t)n_samples + 1, sizeof *offsets);
     unsigned char(*hashes)[32] = calloc((size_t)n_samples, sizeof *hashes);
@@ -126,6 +132,7 @@ void peer_captures_make(const struct peer_model *model, int n_samples, int lengt
             const size_t row = (size_t)lowkey_stream_heads(&model->layers[l], s) *
                                (size_t)lowkey_stream_head_dim(&model->layers[l], s);
             float *x = rows(&random, (size_t)(n_samples * length), row);
+            if (fill) fill(shape, l, s, x, n_samples * length);
             assert_ok(lowkey_activations_write(writer, l, s, 0, (int64_t)n_samples * length, x, &err), err);
             free(x);
         }

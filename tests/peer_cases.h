@@ -43,7 +43,14 @@ void peer_tokens_free(struct peer_tokens *tokens);
 lowkey_status peer_run(lowkey_peer *peer, const struct peer_model *model, int layer,
                        struct peer_tokens *tokens, int chunk, lowkey_error *err);
 
-/* Captures of both layers of the model, for formats that calibrate; the path is to be unlinked. */
+/* What captures, or tokens, hold: x[n_tokens][heads][head_dim] of a stream of a layer. */
+typedef void peer_fill(const struct peer_shape *shape, int layer, enum lowkey_stream stream, float *x,
+                       int n_tokens);
+
+/* Captures of both layers of the model, for formats that calibrate; the path is to be unlinked. fill NULL: normal numbers of that
+ * seed, as peer_tokens_make has them. */
+void peer_captures_fill(const struct peer_model *model, const struct peer_shape *shape, int n_samples,
+                        int length, unsigned contents, unsigned seed, peer_fill *fill, char path[64]);
 void peer_captures_make(const struct peer_model *model, int n_samples, int length, unsigned contents,
                         unsigned seed, char path[64]);
 
