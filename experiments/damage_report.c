@@ -3,10 +3,8 @@
 #include "experiments/damage_report.h"
 
 #include <math.h>
-#include <string.h>
 
 #include "experiments/json_rows.h"
-#include "formats/sha256.h"
 
 struct row {
     const struct lowkey_damage_result *result;
@@ -153,26 +151,9 @@ void lowkey_damage_print_table(const struct lowkey_damage_result *result, enum l
 
 /* ---- JSON and CSV ---- */
 
-static json_t *hex(const unsigned char *bytes)
-{
-    char text[65];
-    lowkey_sha256_print(bytes, text);
-    return json_string(text);
-}
-
-static json_t *number(double value)
-{
-    return isfinite(value) ? json_real(value) : json_null();
-}
-
 static json_t *count(uint64_t value)
 {
     return json_integer((json_int_t)value);
-}
-
-static json_t *index_or_null(int index)
-{
-    return index < 0 ? json_null() : json_integer(index);
 }
 
 static json_t *layer_list(const struct lowkey_damage_result *result)
@@ -187,73 +168,64 @@ static json_t *layer_list(const struct lowkey_damage_result *result)
     return list;
 }
 
-struct cells {
-    json_t *object; /* columns in the order of the calls of put */
-    int failed;
-};
-
-static void put(struct cells *cells, const char *name, json_t *value)
-{
-    if (json_object_set_new(cells->object, name, value) != 0) cells->failed = 1;
-}
-
-static void settings_cells(struct cells *cells, const struct row *row)
+static void settings_cells(struct lowkey_cells *cells, const struct row *row)
 {
     const struct lowkey_damage_options *options = &row->result->options;
     const struct lowkey_activations_info *info = row->result->info;
     const int64_t *offsets = info->sample_offsets;
-    put(cells, "command", json_string("error"));
-    put(cells, "version", json_string(lowkey_version()));
-    put(cells, "isa", json_string(row->result->isa));
-    put(cells, "activations", json_string(options->activations));
-    put(cells, "model_name", json_string(info->model_name));
-    put(cells, "model_sha256", hex(info->model_sha256));
-    put(cells, "text_name", json_string(info->text_name));
-    put(cells, "text_sha256", hex(info->text_sha256));
-    put(cells, "layers", layer_list(row->result));
-    put(cells, "first_sample", json_integer(options->first_sample));
-    put(cells, "end_sample", json_integer(options->end_sample));
-    put(cells, "n_tokens", json_integer(offsets[options->end_sample] - offsets[options->first_sample]));
-    put(cells, "queries_per_sample", json_integer(options->n_queries));
-    put(cells, "stated_tokens", json_integer(LOWKEY_STATED_TOKENS));
-    put(cells, "stated_sequences", json_integer(LOWKEY_STATED_SEQUENCES));
+    lowkey_cells_put(cells, "command", json_string("error"));
+    lowkey_cells_put(cells, "version", json_string(lowkey_version()));
+    lowkey_cells_put(cells, "isa", json_string(row->result->isa));
+    lowkey_cells_put(cells, "activations", json_string(options->activations));
+    lowkey_cells_put(cells, "model_name", json_string(info->model_name));
+    lowkey_cells_put(cells, "model_sha256", lowkey_cell_sha256(info->model_sha256));
+    lowkey_cells_put(cells, "text_name", json_string(info->text_name));
+    lowkey_cells_put(cells, "text_sha256", lowkey_cell_sha256(info->text_sha256));
+    lowkey_cells_put(cells, "layers", layer_list(row->result));
+    lowkey_cells_put(cells, "first_sample", json_integer(options->first_sample));
+    lowkey_cells_put(cells, "end_sample", json_integer(options->end_sample));
+    lowkey_cells_put(cells, "n_tokens",
+                     json_integer(offsets[options->end_sample] - offsets[options->first_sample]));
+    lowkey_cells_put(cells, "queries_per_sample", json_integer(options->n_queries));
+    lowkey_cells_put(cells, "stated_tokens", json_integer(LOWKEY_STATED_TOKENS));
+    lowkey_cells_put(cells, "stated_sequences", json_integer(LOWKEY_STATED_SEQUENCES));
 }
 
-static void result_cells(struct cells *cells, const struct row *row)
+static void result_cells(struct lowkey_cells *cells, const struct row *row)
 {
     const lowkey_cache_usage *payload = &row->payload;
     const int has_payload = payload->elements != 0;
-    put(cells, "format", json_string(row->format->label));
-    put(cells, "path", json_string(row->format->path));
-    put(cells, "fit_samples", json_integer(row->format->n_fit_samples));
-    put(cells, "fit_overlap", json_integer(row->format->fit_overlap));
-    put(cells, "layer", index_or_null(row->layer));
-    put(cells, "head", index_or_null(row->head));
-    put(cells, "bits_payload", number(bits_payload(row)));
-    put(cells, "bits_held", number(bits_held(row)));
-    put(cells, "compression", number(16 / bits_held(row)));
-    put(cells, "n_rows", count(row->damage.n_rows));
-    put(cells, "relative_logit_error", number(lowkey_relative_logit_error(&row->damage)));
-    put(cells, "softmax_kl", number(lowkey_softmax_kl(&row->damage)));
-    put(cells, "softmax_kl_stderr", number(lowkey_softmax_kl_stderr(&row->damage)));
-    put(cells, "relative_output_error", number(lowkey_relative_output_error(&row->damage)));
-    put(cells, "top1_flips", number(lowkey_flip_rate(&row->damage)));
-    put(cells, "key_relative_mse", number(lowkey_relative_mse(&row->key)));
-    put(cells, "value_relative_mse", number(lowkey_relative_mse(&row->value)));
-    put(cells, "elements", has_payload ? count(payload->elements) : json_null());
-    put(cells, "outliers", has_payload ? count(payload->outliers) : json_null());
-    put(cells, "clamped", has_payload ? count(payload->clamped) : json_null());
-    put(cells, "saturated", has_payload ? count(payload->saturated) : json_null());
+    lowkey_cells_put(cells, "format", json_string(row->format->label));
+    lowkey_cells_put(cells, "path", json_string(row->format->path));
+    lowkey_cells_put(cells, "fit_samples", json_integer(row->format->n_fit_samples));
+    lowkey_cells_put(cells, "fit_overlap", json_integer(row->format->fit_overlap));
+    lowkey_cells_put(cells, "layer", lowkey_cell_index(row->layer));
+    lowkey_cells_put(cells, "head", lowkey_cell_index(row->head));
+    lowkey_cells_put(cells, "bits_payload", lowkey_cell_number(bits_payload(row)));
+    lowkey_cells_put(cells, "bits_held", lowkey_cell_number(bits_held(row)));
+    lowkey_cells_put(cells, "compression", lowkey_cell_number(16 / bits_held(row)));
+    lowkey_cells_put(cells, "n_rows", count(row->damage.n_rows));
+    lowkey_cells_put(cells, "relative_logit_error",
+                     lowkey_cell_number(lowkey_relative_logit_error(&row->damage)));
+    lowkey_cells_put(cells, "softmax_kl", lowkey_cell_number(lowkey_softmax_kl(&row->damage)));
+    lowkey_cells_put(cells, "softmax_kl_stderr", lowkey_cell_number(lowkey_softmax_kl_stderr(&row->damage)));
+    lowkey_cells_put(cells, "relative_output_error",
+                     lowkey_cell_number(lowkey_relative_output_error(&row->damage)));
+    lowkey_cells_put(cells, "top1_flips", lowkey_cell_number(lowkey_flip_rate(&row->damage)));
+    lowkey_cells_put(cells, "key_relative_mse", lowkey_cell_number(lowkey_relative_mse(&row->key)));
+    lowkey_cells_put(cells, "value_relative_mse", lowkey_cell_number(lowkey_relative_mse(&row->value)));
+    lowkey_cells_put(cells, "elements", has_payload ? count(payload->elements) : json_null());
+    lowkey_cells_put(cells, "outliers", has_payload ? count(payload->outliers) : json_null());
+    lowkey_cells_put(cells, "clamped", has_payload ? count(payload->clamped) : json_null());
+    lowkey_cells_put(cells, "saturated", has_payload ? count(payload->saturated) : json_null());
 }
 
 static json_t *make_cells(const struct row *row)
 {
-    struct cells cells = { .object = json_object() };
+    struct lowkey_cells cells = { .object = json_object() };
     settings_cells(&cells, row);
     result_cells(&cells, row);
-    if (!cells.failed) return cells.object;
-    json_decref(cells.object);
-    return NULL;
+    return lowkey_cells_finish(&cells);
 }
 
 static int append_row(void *array, const struct row *row)
@@ -265,9 +237,7 @@ int lowkey_damage_print_json(const struct lowkey_damage_result *result, enum low
                              FILE *to)
 {
     json_t *rows = json_array();
-    const int good = rows && each_row(result, detail, append_row, rows) &&
-                     json_dumpf(rows, to, JSON_INDENT(1) | JSON_REAL_PRECISION(12)) == 0;
-    if (rows) fputc('\n', to);
+    const int good = rows && each_row(result, detail, append_row, rows) && lowkey_rows_print_json(rows, to);
     json_decref(rows);
     return good;
 }

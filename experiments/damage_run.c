@@ -5,155 +5,31 @@
 #include "experiments/damage_run.h"
 
 #include <cblas.h>
-#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "calib/command.h"
 #include "calib/threads.h"
-#include "formats/identity.h"
-#include "formats/quantizer_file.h"
+#include "experiments/measured.h"
 #include "runtime/error.h"
-
-/* ---- what is measured ---- */
-
-static int layer_place(const struct lowkey_activations_info *info, int index)
-{
-    for (int i = 0; i < info->n_layers; i++)
-        if (info->layers[i].index == index) return i;
-    return -1;
-}
-
-static lowkey_status pick_layers(struct lowkey_damage_result *result, lowkey_error *err)
-{
-    const struct lowkey_damage_options *options = &result->options;
-    result->n_layers = options->n_layers ? options->n_layers : result->info->n_layers;
-    result->layers = lowkey_take(result->n_layers, 1, 1, sizeof *result->layers);
-    if (!result->layers) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d layers", result->n_layers);
-    for (int i = 0; i < result->n_layers; i++) {
-        result->layers[i] = options->n_layers ? layer_place(result->info, options->layers[i]) : i;
-        if (result->layers[i] < 0)
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: layer %d was not captured", options->activations,
-                               options->layers[i]);
-    }
-    return LOWKEY_OK;
-}
-
-static lowkey_status pick_samples(struct lowkey_damage_result *result, lowkey_error *err)
-{
-    struct lowkey_damage_options *options = &result->options;
-    const int n_samples = result->info->n_samples;
-    if (options->end_sample == 0) options->end_sample = n_samples;
-    if (options->first_sample >= options->end_sample || options->end_sample > n_samples)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: samples %d:%d, but it holds %d", options->activations,
-                           options->first_sample, options->end_sample, n_samples);
-    for (int s = options->first_sample; s < options->end_sample; s++) {
-        const int64_t n_tokens = result->info->sample_offsets[s + 1] - result->info->sample_offsets[s];
-        if (n_tokens > INT_MAX / 2)
-            return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "%s: sample %d has %lld tokens, the limit is %d",
-                               options->activations, s, (long long)n_tokens, INT_MAX / 2);
-    }
-    return LOWKEY_OK;
-}
 
 /* ---- formats ---- */
 
-/* The layers measured, out of a quantizer that may hold others too. */
-static lowkey_status select_layers(const struct lowkey_damage_result *result, const char *path,
-                                   const lowkey_quantizer *from, lowkey_quantizer **out, lowkey_error *err)
-{
-    lowkey_quantizer_desc desc = *lowkey_quantizer_describe(from);
-    lowkey_layer_desc *layers = lowkey_take(result->n_layers, 1, 1, sizeof *layers);
-    if (!layers) return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory for its layers", path);
-    lowkey_status status = LOWKEY_OK;
-    for (int i = 0; status == LOWKEY_OK && i < result->n_layers; i++) {
-        const int index = result->info->layers[result->layers[i]].index;
-        int place = 0;
-        while (place < desc.n_layers && desc.layers[place].index != index) place++;
-        if (place == desc.n_layers)
-            status = lowkey_fail(err, LOWKEY_EINVAL, "%s: has no layer %d; --layers picks those to measure",
-                                 path, index);
-        else
-            layers[i] = desc.layers[place];
-    }
-    desc.n_layers = result->n_layers;
-    desc.layers = layers;
-    if (status == LOWKEY_OK) status = lowkey_quantizer_create(&desc, NULL, out, err);
-    free(layers);
-    return status;
-}
-
-static lowkey_status open_16bit(const struct lowkey_damage_result *result, lowkey_rule rule,
-                                struct lowkey_format_damage *format, lowkey_error *err)
-{
-    const struct lowkey_activations_info *info = result->info;
-    lowkey_quantizer_desc desc = { .struct_size = sizeof desc,
-                                   .n_layers = info->n_layers,
-                                   .layers = info->layers,
-                                   .model_name = info->model_name };
-    memcpy(desc.model_sha256, info->model_sha256, sizeof desc.model_sha256);
-    lowkey_quantizer *whole;
-    LOWKEY_TRY(lowkey_quantizer_create_16bit(&desc, rule, NULL, &whole, err));
-    const lowkey_status status = select_layers(result, format->path, whole, &format->quantizer, err);
-    lowkey_quantizer_free(whole);
-    return status;
-}
-
-static int count_overlap(const struct lowkey_damage_result *result, const struct lowkey_fit_record *record)
-{
-    int n = 0;
-    for (int s = result->options.first_sample; s < result->options.end_sample; s++) {
-        int i = 0; /* a sample may be in a fit twice */
-        while (i < record->n_samples &&
-               memcmp(record->sample_sha256[i], result->info->sample_sha256[s], 32) != 0)
-            i++;
-        n += i < record->n_samples;
-    }
-    return n;
-}
-
-static lowkey_status open_file(const struct lowkey_damage_result *result, struct lowkey_format_damage *format,
-                               lowkey_error *err)
-{
-    lowkey_quantizer *whole;
-    struct lowkey_fit_record *record;
-    LOWKEY_TRY(lowkey_quantizer_read(format->path, &whole, &record, err));
-    format->n_fit_samples = record->n_samples;
-    format->fit_overlap = count_overlap(result, record);
-    lowkey_status status = select_layers(result, format->path, whole, &format->quantizer, err);
-    if (status == LOWKEY_OK) {
-        const struct lowkey_identity captured = lowkey_identity_of_activations(result->options.activations,
-                                                                               result->info);
-        struct lowkey_identity fitted = lowkey_identity_of_quantizer(
-            format->path, lowkey_quantizer_describe(format->quantizer));
-        fitted.n_model_layers = record->n_model_layers;
-        status = lowkey_identity_check(&captured, &fitted, 0, err);
-    }
-    lowkey_fit_record_free(record);
-    lowkey_quantizer_free(whole);
-    return status;
-}
-
-/* LABEL=PATH, or the file's name without its ending */
-static void name_format(const char *text, struct lowkey_format_damage *format)
-{
-    static const char ending[] = ".quantizer.h5";
-    const char *equals = strchr(text, '='), *slash = strrchr(text, '/');
-    const char *name = equals ? text : slash ? slash + 1 : text;
-    size_t length = equals ? (size_t)(equals - text) : strlen(name);
-    if (!equals && length > sizeof ending - 1 && strcmp(name + length - (sizeof ending - 1), ending) == 0)
-        length -= sizeof ending - 1;
-    format->path = equals ? equals + 1 : text;
-    format->label = strndup(name, length);
-}
-
-static lowkey_status open_format(const struct lowkey_damage_result *result, const char *text,
+static lowkey_status open_format(const struct lowkey_damage_result *result,
+                                 const struct lowkey_measured *measured, const char *text,
                                  struct lowkey_format_damage *format, lowkey_error *err)
 {
-    name_format(text, format);
+    struct lowkey_format opened;
+    const lowkey_status status = lowkey_format_open(measured, text, &opened, err);
+    format->label = opened.label;
+    format->path = opened.path;
+    format->n_fit_samples = opened.n_fit_samples;
+    format->fit_overlap = opened.fit_overlap;
+    format->quantizer = opened.quantizer;
+    if (status != LOWKEY_OK) return status;
     format->layers = lowkey_take(result->n_layers, 1, 1, sizeof *format->layers);
     format->layer_stated = lowkey_take(result->n_layers, 1, 1, sizeof *format->layer_stated);
-    if (!format->label || !format->layers || !format->layer_stated)
+    if (!format->layers || !format->layer_stated)
         return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", text);
     for (int i = 0; i < result->n_layers; i++) {
         const lowkey_layer_desc *layer = &result->info->layers[result->layers[i]];
@@ -164,9 +40,7 @@ static lowkey_status open_format(const struct lowkey_damage_result *result, cons
         if (!damage->heads || !damage->key || !damage->value)
             return lowkey_fail(err, LOWKEY_ENOMEM, "%s: no memory", text);
     }
-    if (strcmp(format->path, "f16") == 0) return open_16bit(result, LOWKEY_RULE_F16, format, err);
-    if (strcmp(format->path, "bf16") == 0) return open_16bit(result, LOWKEY_RULE_BF16, format, err);
-    return open_file(result, format, err);
+    return LOWKEY_OK;
 }
 
 /* ---- one layer of one sample ---- */
@@ -283,16 +157,6 @@ static lowkey_status measure_sample(struct lowkey_damage_result *result, int l, 
 
 /* ---- the whole ---- */
 
-/* A cache holds every layer of its quantizer; here only one is used at a time. */
-static lowkey_status single_layer(const lowkey_quantizer *from, int l, lowkey_quantizer **out,
-                                  lowkey_error *err)
-{
-    lowkey_quantizer_desc desc = *lowkey_quantizer_describe(from);
-    desc.layers += l;
-    desc.n_layers = 1;
-    return lowkey_quantizer_create(&desc, NULL, out, err);
-}
-
 static lowkey_status state_bits(const lowkey_quantizer *quantizer, lowkey_cache_usage *usage,
                                 lowkey_error *err)
 {
@@ -311,7 +175,7 @@ static lowkey_status measure_layer(struct lowkey_damage_result *result, int l,
     lowkey_quantizer **quantizers = lowkey_take(result->n_formats, 1, 1, sizeof *quantizers);
     lowkey_status status = quantizers ? LOWKEY_OK : lowkey_fail(err, LOWKEY_ENOMEM, "no memory");
     for (int f = 0; status == LOWKEY_OK && f < result->n_formats; f++) {
-        status = single_layer(result->formats[f].quantizer, l, &quantizers[f], err);
+        status = lowkey_single_layer(result->formats[f].quantizer, l, &quantizers[f], err);
         if (status == LOWKEY_OK) status = state_bits(quantizers[f], &result->formats[f].layer_stated[l], err);
     }
     for (int s = result->options.first_sample; status == LOWKEY_OK && s < result->options.end_sample; s++) {
@@ -336,8 +200,12 @@ static lowkey_status prepare(struct lowkey_damage_result *result, lowkey_error *
     if (!(result->info->contents & 1u << LOWKEY_QUERY))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: holds no queries, and attention damage needs them",
                            options->activations);
-    LOWKEY_TRY(pick_layers(result, err));
-    LOWKEY_TRY(pick_samples(result, err));
+    struct lowkey_measured measured;
+    LOWKEY_TRY(lowkey_measured_pick(options->activations, result->info, options->n_layers, options->layers,
+                                    options->first_sample, options->end_sample, &measured, err));
+    result->n_layers = measured.n_layers;
+    result->layers = measured.layers;
+    result->options.end_sample = measured.end_sample;
     LOWKEY_TRY(lowkey_context_create(
         &(lowkey_context_config) { .struct_size = sizeof(lowkey_context_config) }, &result->context, err));
     result->isa = lowkey_context_isa(result->context);
@@ -347,7 +215,7 @@ static lowkey_status prepare(struct lowkey_damage_result *result, lowkey_error *
         return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for %d formats", result->n_formats);
     for (int f = 0; f < result->n_formats; f++) {
         struct lowkey_format_damage *format = &result->formats[f];
-        LOWKEY_TRY(open_format(result, options->formats[f], format, err));
+        LOWKEY_TRY(open_format(result, &measured, options->formats[f], format, err));
         LOWKEY_TRY(state_bits(format->quantizer, &format->stated, err));
     }
     return LOWKEY_OK;

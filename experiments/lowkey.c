@@ -22,6 +22,7 @@ static const struct subcommand {
     { "capture", lowkey_capture_cmd, "run text through a model and write its keys, values and queries" },
     { "fit", lowkey_fit_cmd, "fit a quantizer to captured activations" },
     { "error", lowkey_error_cmd, "what formats do to attention, from captured activations" },
+    { "cost", lowkey_cost_cmd, "what formats will cost in loss, predicted from captured gradients" },
     { "eval", lowkey_eval_cmd, "perplexity of a model on a text" },
     { "bench", lowkey_bench_cmd, "time codebook solvers, kernels, page layouts" },
     { "inspect", lowkey_inspect_cmd, "show what is in any of our files" },
