@@ -22,7 +22,8 @@ static int is_wanted(void *user, int format, int i)
     return format != made->left_out_format || i != made->left_out_window;
 }
 
-static lowkey_status note(void *user, int format, int i, const struct lowkey_eval_result *result, lowkey_error *err)
+static lowkey_status note(void *user, int format, int i, const struct lowkey_eval_result *result,
+                          lowkey_error *err)
 {
     struct made *made = user;
     (void)err;
@@ -55,7 +56,9 @@ static void machine_init(struct machine *m, const char *const *names, int n_thre
                                 .n_sequences = 1,
                                 .sequence_offsets = m->offsets,
                                 .vocab_size = shape.vocab };
-    const struct lowkey_eval_format_options options = { .model = m->model, .n_sinks = 1, .n_threads = n_threads };
+    const struct lowkey_eval_format_options options = { .model = m->model,
+                                                        .n_sinks = 1,
+                                                        .n_threads = n_threads };
     int n = 0;
     for (; names[n]; n++) assert_ok(lowkey_eval_format_open(names[n], &options, &m->formats[n], &err), err);
     m->made.left_out_format = m->made.left_out_window = -9;
@@ -130,9 +133,9 @@ static void formats_together_are_formats_alone(void **state)
 {
     (void)state;
     static struct machine all, one;
-    static const char *const many[] = { "f16", "int-2", "a=int-4", "bf16", "b=f16", "c=f16", "d=f16", "e=f16", "f=f16",
-                                        "g=f16", "h=f16", "i=f16", "j=f16", "k=f16", "l=f16", "m=int-4", "n=int-2",
-                                        "o=bf16", NULL };
+    static const char *const many[] = { "f16",   "int-2",   "a=int-4", "bf16",   "b=f16", "c=f16", "d=f16",
+                                        "e=f16", "f=f16",   "g=f16",   "h=f16",  "i=f16", "j=f16", "k=f16",
+                                        "l=f16", "m=int-4", "n=int-2", "o=bf16", NULL };
     lowkey_error err;
     machine_init(&all, many, 1);
     assert_ok(lowkey_eval(&all.request, &err), err);
@@ -192,9 +195,11 @@ static void what_cannot_be_is_refused(void **state)
     machine_init(&m, names, 1);
     struct lowkey_eval_request request = m.request;
     request.windows = beyond;
-    assert_refused(lowkey_eval(&request, &err), LOWKEY_EINVAL, err, "window 4 of 300 tokens: the text has 4 such");
+    assert_refused(lowkey_eval(&request, &err), LOWKEY_EINVAL, err,
+                   "window 4 of 300 tokens: the text has 4 such");
     m.model->final_norm[0] = NAN;
-    assert_refused(lowkey_eval(&m.request, &err), LOWKEY_EINVAL, err, "window 0, f32: the logits are not finite");
+    assert_refused(lowkey_eval(&m.request, &err), LOWKEY_EINVAL, err,
+                   "window 0, f32: the logits are not finite");
     struct lowkey_eval_format format;
     const struct lowkey_eval_format_options options = { .model = m.model, .model_path = "m", .n_threads = 1 };
     assert_refused(lowkey_eval_format_open("no-such-format", &options, &format, &err), LOWKEY_EIO, err,

@@ -31,7 +31,8 @@ static void kl_by_hand(void **state)
 {
     (void)state;
     const float ln2 = (float)log(2);
-    const float a[3] = { 2 * ln2, ln2, ln2 }, b[3] = { 5, 5, 5 + ln2 }, shifted[3] = { 40 + 2 * ln2, 40 + ln2, 40 + ln2 };
+    const float a[3] = { 2 * ln2, ln2, ln2 }, b[3] = { 5, 5, 5 + ln2 },
+                shifted[3] = { 40 + 2 * ln2, 40 + ln2, 40 + ln2 };
     const struct lowkey_logits of_a = lowkey_logits_of(a, 3), of_b = lowkey_logits_of(b, 3),
                                of_shifted = lowkey_logits_of(shifted, 3);
     assert_close(lowkey_token_kl(&of_a, &of_b), 0.25 * log(2), 6e-7);
