@@ -13,6 +13,7 @@
 #include "experiments/lm/decoder.h"
 #include "experiments/lm/plain_attention.h"
 #include "experiments/prediction.h"
+#include "experiments/reference_states.h"
 #include "experiments/samples.h"
 #include "runtime/error.h"
 
@@ -104,6 +105,20 @@ static lowkey_status pass_over(struct eval *eval, const struct lowkey_store *sto
     return status;
 }
 
+/* Where the states are kept, from there. */
+static lowkey_status reference_pass(struct eval *eval, int i, float *hidden, lowkey_error *err)
+{
+    const struct lowkey_eval_request *request = eval->request;
+    if (!request->references) return pass_over(eval, NULL, i, hidden, err);
+    const struct lowkey_reference_window of = { request->references, request->model, request->tokens,
+                                                request->window, request->windows[i] };
+    int found;
+    LOWKEY_TRY(lowkey_reference_read(&of, hidden, &found, err));
+    if (found) return LOWKEY_OK;
+    LOWKEY_TRY(pass_over(eval, NULL, i, hidden, err));
+    return lowkey_reference_write(&of, hidden, err);
+}
+
 static lowkey_status pass(struct eval *eval, int i, struct scored *scored, lowkey_error *err)
 {
     const struct lowkey_eval_request *request = eval->request;
@@ -111,7 +126,7 @@ static lowkey_status pass(struct eval *eval, int i, struct scored *scored, lowke
     lowkey_status status;
     if (scored->format == REFERENCE) {
         scored->result.bits = (struct lowkey_eval_bits) { 32, 32 };
-        status = pass_over(eval, NULL, i, scored->hidden, err);
+        status = reference_pass(eval, i, scored->hidden, err);
     } else {
         struct lowkey_eval_format *format = &request->formats[scored->format];
         struct lowkey_store store;

@@ -23,6 +23,7 @@ struct lowkey_eval_request {
     int n_formats;
     struct lowkey_eval_format *formats; /* [n_formats] */
     int n_threads; /* results do not depend on it */
+    const char *references; /* a folder that keeps the reference's states for later runs (reference_states.h); NULL: none */
     /* Is the result of a format (-1: of the reference) at windows[i] still to be made? NULL: all are. */
     int (*is_wanted)(void *user, int format, int i);
     /* Called with each result as its window ends: the reference's first, with a KL of 0 and all tokens agreed. */

@@ -35,12 +35,14 @@ static const char usage[] =
     "                      rows are taken as done, so that a run that was stopped goes on; rows of other\n"
     "                      settings are refused\n"
     "  --summary FILE      a row for each format, as CSV\n"
+    "  --references DIR    keep the reference's hidden states there, 4 bytes a number, and take them from\n"
+    "                      there: the next run needs no pass of its own for them\n"
     "  --json              one JSON object on stdout, in place of the table\n"
     "  --threads N         (as many as there are CPUs); results do not depend on it\n"
     "  --list              the names of simulated formats\n";
 
 struct options {
-    const char *model, *tokens, *csv, *summary;
+    const char *model, *tokens, *csv, *summary, *references;
     struct lowkey_window_choice choice;
     int64_t n_sinks, n_threads;
     const char **activations; /* [n_activations], owned */
@@ -97,6 +99,7 @@ static int parse(int argc, char **argv, struct options *options)
         SPREAD,
         SINKS,
         ACTIVATIONS,
+        REFERENCES,
         CSV,
         SUMMARY,
         JSON,
@@ -118,6 +121,7 @@ static int parse(int argc, char **argv, struct options *options)
         { "json", 0, 0, JSON },
         { "threads", 1, 0, THREADS },
         { "list", 0, 0, LIST },
+        { "references", 1, 0, REFERENCES },
         { "help", 0, 0, 'h' },
         { 0 },
     };
@@ -133,6 +137,7 @@ static int parse(int argc, char **argv, struct options *options)
         case TOKENS: options->tokens = optarg; break;
         case CSV: options->csv = optarg; break;
         case SUMMARY: options->summary = optarg; break;
+        case REFERENCES: options->references = optarg; break;
         case ACTIVATIONS: options->activations[options->n_activations++] = optarg; break;
         case WINDOW: wrong = lowkey_parse_int("eval", "--window", optarg, 2, 1 << 24, &choice->length); break;
         case FIRST:
@@ -247,6 +252,7 @@ static lowkey_status eval(const struct options *options, lowkey_model *model, lo
         .n_formats = options->n_formats,
         .formats = calloc((size_t)options->n_formats + 1, sizeof *request.formats),
         .n_threads = (int)options->n_threads,
+        .references = options->references,
         .is_wanted = is_wanted,
         .on_result = note,
         .user = &journal,

@@ -1,8 +1,10 @@
 /* Evaluation of a tiny model: windows against sums in f64, formats together and alone, threads, what is wanted, refusals. */
 #include "experiments/eval.h"
 
+#include <dirent.h>
 #include <math.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "tests/check.h"
 #include "tests/tiny_model.h"
@@ -210,12 +212,55 @@ static void what_cannot_be_is_refused(void **state)
     machine_free(&m);
 }
 
+/* A folder of the reference's states: a second run reads them and finds the same; a spoilt file is refused. */
+static void kept_states_of_the_reference_change_nothing(void **state)
+{
+    (void)state;
+    static struct machine plain, kept;
+    static const char *const names[] = { "f16", NULL };
+    char folder[] = "/tmp/lowkey-test-XXXXXX", path[600];
+    lowkey_error err;
+    assert_non_null(mkdtemp(folder));
+    machine_init(&plain, names, 1);
+    assert_ok(lowkey_eval(&plain.request, &err), err);
+    for (int round = 0; round < 2; round++) {
+        machine_init(&kept, names, 2);
+        kept.request.references = folder;
+        assert_ok(lowkey_eval(&kept.request, &err), err);
+        for (int i = 0; i < N_WINDOWS; i++)
+            for (int f = 0; f < 2; f++)
+                assert_true(same(&kept.made.results[f][i], &plain.made.results[f][i]));
+        if (round == 0) machine_free(&kept);
+    }
+    int n_files = 0;
+    DIR *open_folder = opendir(folder);
+    for (const struct dirent *entry; (entry = readdir(open_folder));)
+        if (entry->d_name[0] != '.') n_files++, snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
+    assert_int_equal(n_files, N_WINDOWS);
+    FILE *file = fopen(path, "r+b");
+    fseek(file, 5000, SEEK_SET);
+    fputs("spoilt", file);
+    fclose(file);
+    assert_refused(lowkey_eval(&kept.request, &err), LOWKEY_EFORMAT, err, "not what was written for window");
+    assert_int_equal(truncate(path, 5000), 0);
+    assert_refused(lowkey_eval(&kept.request, &err), LOWKEY_EFORMAT, err, "not what was written for window");
+    rewinddir(open_folder);
+    for (const struct dirent *entry; (entry = readdir(open_folder));)
+        if (entry->d_name[0] != '.')
+            snprintf(path, sizeof path, "%s/%s", folder, entry->d_name), remove(path);
+    closedir(open_folder);
+    rmdir(folder);
+    machine_free(&kept);
+    machine_free(&plain);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_window_is_read_on_its_own_and_its_first_token_is_not_predicted),
         cmocka_unit_test(formats_together_are_formats_alone),
         cmocka_unit_test(only_what_is_wanted_is_made),
+        cmocka_unit_test(kept_states_of_the_reference_change_nothing),
         cmocka_unit_test(what_cannot_be_is_refused),
     };
     return lowkey_run_tests(tests);
