@@ -233,6 +233,29 @@ def test_qnorm_restores_spread():
     assert abs(back.std() / x.std() - 1) < 2e-3 and abs(back.mean() - x.mean()) < 2e-3 * x.std()
 
 
+def test_fisher_is_the_squared_gradient():
+    """--sensitivity fisher gives the tables of squared gradients as weights, and feedback the factor of E[g g']"""
+    capture = activations.make(lengths=(400, 30), layers=(0,), contents=("key", "value", "key_grad", "value_grad"))
+    layer = capture["layers"][0]
+    weights = dict(capture, contents=["key", "value", "key_weight", "value_weight"],
+                   layers={0: {**layer, **{f"{s}_weight": layer[f"{s}_grad"] ** 2 for s in ("key", "value")}}})
+    fisher = fit("--bits 3 --sinks 2 --sensitivity fisher --feedback=both --damp 0.03", activations.write(path(), capture))
+    weight = fit("--bits 3 --sinks 2 --sensitivity weight", activations.write(path(), weights))
+    equal = fit("--bits 3 --sinks 2 --sensitivity none", activations.write(path(), capture))
+    kept = np.r_[2:400, 402:430]
+    for side in ("key", "value"):
+        a, b, c = (getattr(q.layers[0], side) for q in (fisher, weight, equal))
+        spread = layer[side].std()
+        assert np.abs(a.table - b.table).max() < 1e-3 * spread < np.abs(a.table - c.table).max()
+        g = layer[f"{side}_grad"][kept].astype(np.float64)
+        for h in range(2):
+            H = g[:, h].T @ g[:, h]
+            H = (H + 0.03 * H.trace() / len(H) * np.eye(len(H)))[np.ix_(a.order[h], a.order[h])]
+            L = np.linalg.cholesky(H)
+            want = np.tril(L / np.diag(L), -1)
+            assert np.abs(a.factor[h] - want).max() < 2e-3 * np.abs(want).max(), (side, h)
+
+
 def test_feedback_lowers_the_metric():
     """With feedback from gradients, what keys' errors cost in g'e is lower, and codes alone changed"""
     capture = activations.make(lengths=(400,), layers=(0,), contents=("key", "value", "key_grad", "value_grad"))
