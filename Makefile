@@ -5,6 +5,7 @@
 # make test-full       every test, those too that take long
 # make fuzz            libFuzzer (needs clang) on quantizer files, FUZZ=60 seconds of it; finds go to build/fuzz
 # make model           SmolLM2-135M-Instruct as build/model/*.model.h5, WikiText-2 as tokens.h5 beside it
+# make texts           texts that are not WikiText (prose, code, licences, a mixture), as tokens.h5; texts-gemma: Gemma's
 # make model-gemma     Gemma 3 270M, under Gemma's own terms, and WikiText-2 in its tokens
 # make V=1             with the commands in full
 # make damage          what formats do to attention, all layers, into experiments/results (half an hour)
@@ -121,6 +122,23 @@ build/model/gemma3-270m.model.h5: $(converter) $(gemma) | build/venv/.done
 	$(python) $< $(gemma) $@ --name gemma-3-270m
 build/model/gemma3.wiki.%.tokens.h5: experiments/data/wikitext-2/wiki.%.raw $(tokenizer) $(gemma) | build/venv/.done
 	$(call to_gemma,$<)
+
+# Other texts, a part to fit on and a part to evaluate on; mixture.fit has equal shares of three, in sequences.
+texts := prose.fit prose.eval code.fit code.eval licences.eval
+mixture := experiments/data/wikitext-2/wiki.valid.raw build/model/texts/code.fit.txt build/model/texts/prose.fit.txt
+.PHONY: texts texts-gemma
+texts: $(texts:%=build/model/%.tokens.h5) build/model/mixture.fit.tokens.h5
+texts-gemma: $(texts:%=build/model/gemma3.%.tokens.h5) build/model/gemma3.mixture.fit.tokens.h5
+$(texts:%=build/model/texts/%.txt) &: scripts/fetch_texts.sh experiments/texts.py | build/venv/.done
+	@scripts/fetch_texts.sh $(python) build/model/texts && touch build/model/texts/*.txt
+build/model/%.tokens.h5: build/model/texts/%.txt $(tokenizer) $(gguf)
+	$(python) experiments/tokenize_text.py $(gguf) $< $@ --name SmolLM2-135M-Instruct
+build/model/mixture.fit.tokens.h5: $(mixture) $(tokenizer) $(gguf)
+	$(python) experiments/tokenize_text.py $(gguf) $(mixture) $@ --name SmolLM2-135M-Instruct --sequence 2048
+build/model/gemma3.%.tokens.h5: build/model/texts/%.txt $(tokenizer) $(gemma)
+	$(call to_gemma,$<)
+build/model/gemma3.mixture.fit.tokens.h5: $(mixture) $(tokenizer) $(gemma)
+	$(call to_gemma,$(mixture))
 
 demo: all build/venv/.done
 	@scripts/demo.sh

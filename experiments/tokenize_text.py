@@ -3,10 +3,12 @@
 
     tokenize_text.py MODEL.gguf TEXT OUT.tokens.h5
     tokenize_text.py TOKENIZER TEXT OUT.tokens.h5      tokenizer.json, or a folder that holds one
+    tokenize_text.py TOKENIZER TEXT... OUT.tokens.h5 --sequence N      a mixture
 
 The whole text is one sequence, or with --sequence N sequences of N tokens (what is left over at the end is not
 used; with --add-bos each begins with the BOS token, which models like Gemma cannot do without). It is tokenized as
-it stands; bytes that are no UTF-8 are refused. From GGUF the
+it stands; bytes that are no UTF-8 are refused. Of several texts sequences are taken in turn, one of each, until one
+text has no more: equal shares, however many samples are then used. From GGUF the
 tokenizer is built anew, of two kinds: byte-level BPE out of tokens, merges and the name of the pre-tokenizer, and
 SentencePiece's BPE (Gemma) out of tokens and their scores.
 """
@@ -143,11 +145,28 @@ def in_sequences(ids, bos, length):
         [i * length for i in range(len(starts) + 1)]
 
 
+def mixed(ids_of_texts, bos, length):
+    """As in_sequences, of several texts in turn, as many of each as the shortest has."""
+    cut = [in_sequences(ids, bos, length) for ids in ids_of_texts]
+    n = min(len(offsets) - 1 for _, offsets in cut)
+    return [token for i in range(n) for ids, offsets in cut for token in ids[offsets[i]:offsets[i + 1]]], \
+        [i * (length or 0) for i in range(n * len(cut) + 1)] if len(cut) > 1 else cut[0][1]
+
+
+def read_text(path):
+    with open(path, "rb") as file:
+        text = file.read()
+    try:
+        return text, text.decode("utf-8")
+    except UnicodeDecodeError as why:
+        raise Refused(f"{path}: byte {why.start} is no UTF-8") from None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      epilog="Exit status: 0 good, 1 failed, 2 wrong usage.")
     parser.add_argument("tokenizer", help="a GGUF file, a tokenizer.json, or a folder with one")
-    parser.add_argument("text", help="UTF-8 text")
+    parser.add_argument("text", nargs="+", help="UTF-8 text")
     parser.add_argument("out", help="tokens.h5 to write")
     parser.add_argument("--add-bos", action="store_true",
                         help="begin each sequence with the model's BOS token (default: without)")
@@ -157,19 +176,17 @@ def main():
     options = parser.parse_args()
     if options.sequence is not None and options.sequence < 2:
         parser.error("--sequence: expected at least 2")
+    if len(options.text) > 1 and options.sequence is None:
+        parser.error("several texts are mixed by sequences: --sequence is needed")
 
     source = tokenizer_from_gguf if options.tokenizer.endswith(".gguf") else tokenizer_from_json
     tokenizer, name, bos = source(options.tokenizer)
-    with open(options.text, "rb") as file:
-        text = file.read()
-    try:
-        decoded = text.decode("utf-8")
-    except UnicodeDecodeError as why:
-        raise Refused(f"{options.text}: byte {why.start} is no UTF-8") from None
-    ids = tokenizer.encode(decoded, add_special_tokens=False).ids
+    texts = [read_text(path) for path in options.text]
+    encoded = [tokenizer.encode(decoded, add_special_tokens=False).ids for _, decoded in texts]
     need(not options.add_bos or 0 <= bos < tokenizer.get_vocab_size(), f"{options.tokenizer}: names no BOS token")
-    ids, offsets = in_sequences(ids, bos if options.add_bos else None, options.sequence)
-    need(ids, f"{options.text}: holds no tokens" + (f" for a sequence of {options.sequence}" if options.sequence else ""))
+    ids, offsets = mixed(encoded, bos if options.add_bos else None, options.sequence)
+    need(ids, f"{' '.join(options.text)}: holds no tokens" +
+         (f" for a sequence of {options.sequence}" if options.sequence else ""))
     ids = np.array(ids, np.int32)
 
     def verify(temporary):
@@ -181,8 +198,8 @@ def main():
         file.attrs["tokenizer"] = options.name or name
         file.attrs["tokenizer_sha256"] = sha256(tokenizer.to_str().encode("utf-8"))
         file.attrs["vocab_size"] = tokenizer.get_vocab_size()
-        file.attrs["text_name"] = os.path.basename(options.text)
-        file.attrs["text_sha256"] = sha256(text)
+        file.attrs["text_name"] = "+".join(map(os.path.basename, options.text))
+        file.attrs["text_sha256"] = sha256(b"".join(text for text, _ in texts))
         file.attrs["add_bos"] = int(options.add_bos)
         file.create_dataset("tokens", data=ids, track_times=False)
         file.create_dataset("sequence_offsets", data=np.array(offsets, np.int64), track_times=False)
