@@ -271,7 +271,7 @@ static void codes_of_watersic_have_the_entropy_that_it_says(void **state)
     struct bed bed;
     bed_make(&bed, &one_head, 1500, QUERIES, narrow_queries);
     for (int rate = 2; rate <= 3; rate++) {
-        char name[16];
+        char name[32];
         snprintf(name, sizeof name, "watersic-%d", rate);
         const struct lowkey_peer_bits bits = bed_run(&bed, name, 1, narrow_queries);
         assert_about(bits.key, rate, 0.01);
