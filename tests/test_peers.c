@@ -109,7 +109,7 @@ static void more_bits_lose_less_and_none_loses_all(void **state)
     struct peer_model model;
     peer_model_make(&model, &shapes[0]);
     char path[64];
-    peer_captures_make(&model, 2, 300, ALL, 7, path);
+    peer_captures_make(&model, 2, 150, ALL, 7, path);
     struct peer_tokens tokens;
     peer_tokens_make(&tokens, &shapes[0], 256, 5);
     const char *name;
