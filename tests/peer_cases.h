@@ -1,4 +1,5 @@
-/* peer_cases.h - a model that is geometry alone, tokens for it, and a format run over them: for tests of experiments/peers. */
+/* peer_cases.h - a model that is geometry alone, tokens for it, and a format run over them: for tests of
+ * experiments/peers. */
 #ifndef LOWKEY_TEST_PEER_CASES_H
 #define LOWKEY_TEST_PEER_CASES_H
 
@@ -47,8 +48,8 @@ lowkey_status peer_run(lowkey_peer *peer, const struct peer_model *model, int la
 typedef void peer_fill(const struct peer_shape *shape, int layer, enum lowkey_stream stream, float *x,
                        int n_tokens);
 
-/* Captures of both layers of the model, for formats that calibrate; the path is to be unlinked. fill NULL: normal numbers of that
- * seed, as peer_tokens_make has them. */
+/* Captures of both layers of the model, for formats that calibrate; the path is to be unlinked. fill NULL:
+ * normal numbers of that seed, as peer_tokens_make has them. */
 void peer_captures_fill(const struct peer_model *model, const struct peer_shape *shape, int n_samples,
                         int length, unsigned contents, unsigned seed, peer_fill *fill, char path[64]);
 void peer_captures_make(const struct peer_model *model, int n_samples, int length, unsigned contents,

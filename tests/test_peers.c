@@ -1,4 +1,5 @@
-/* Formats of other people as stores: what all of them keep to. What each of them computes is in test_peers_*.c. */
+/* Formats of other people as stores: what all of them keep to. What each of them computes is in
+ * test_peers_*.c. */
 #include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -181,7 +182,8 @@ static void windows_are_kivis(void **state)
     assert_ok(lowkey_peer_open("kivi-2-g32", &model.model, 0, NULL, 1, &without, &err), err);
     const struct lowkey_store store = lowkey_peer_store(with);
     assert_null(lowkey_peer_store(without).exact_from);
-    /* Keys are quantized 128 at a time once there are as many, values one by one when 128 newer ones are there. */
+    /* Keys are quantized 128 at a time once there are as many, values one by one when 128 newer ones are
+     * there. */
     static const struct {
         int position, key, value;
     } known[] = { { 0, 0, 0 }, { 127, 0, 0 }, { 128, 128, 1 }, { 200, 128, 73 }, { 256, 256, 129 } };

@@ -1,5 +1,5 @@
-/* What foreign formats that calibrate make of captures in which the answer is known: static scales, centroids, rotations,
- * subspaces, bits of heads and of RoPE pairs, entropies. */
+/* What foreign formats that calibrate make of captures in which the answer is known: static scales,
+ * centroids, rotations, subspaces, bits of heads and of RoPE pairs, entropies. */
 #include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -15,7 +15,8 @@ enum {
     GRADIENTS = KEYS_VALUES | 1 << LOWKEY_KEY_GRAD | 1 << LOWKEY_VALUE_GRAD
 };
 
-/* A model of PEER_LAYERS layers, captures of one sample in which a test has its say, and the same tokens to store. */
+/* A model of PEER_LAYERS layers, captures of one sample in which a test has its say, and the same tokens to
+ * store. */
 struct bed {
     struct peer_shape shape;
     struct peer_model model;
@@ -76,7 +77,8 @@ static void static_scales_are_the_captures_largest(void **state)
     (void)state;
     struct bed bed;
     bed_make(&bed, &two_heads, 70, KEYS_VALUES, heads_of_two_sizes);
-    /* Scales: 224 / 448 = 1/2 of the tensor and of head 0, 1/8 of head 1, where 2^-12 is the smallest number. */
+    /* Scales: 224 / 448 = 1/2 of the tensor and of head 0, 1/8 of head 1, where 2^-12 is the smallest number.
+     */
     bed_run(&bed, "fp8-e4m3-tensor", 0, heads_of_two_sizes);
     assert_about(bed.tokens.stored_value[32 + 16 + 1], 0, 0);
     assert_about(bed.tokens.stored_key[0], 224, 0); /* what the captures did not have saturates */
@@ -316,8 +318,8 @@ static void ratequant_gives_a_weighty_head_its_bits(void **state)
     static const struct peer_shape shape = { 4, 4, 32, 32, 0, LOWKEY_PAIR_HALF, 0 };
     struct bed bed;
     bed_make(&bed, &shape, 640, KEYS_VALUES, one_large_head);
-    /* 8 heads, 20 bits at 2.5. log_5 of the weights: 8.6 for one, 1.07 the mean: the large one wants 2.5 + 7.5, gets 8; the
-     * others want 1.43 and get 1, but for the 5 bits that are left. */
+    /* 8 heads, 20 bits at 2.5. log_5 of the weights: 8.6 for one, 1.07 the mean: the large one wants 2.5
+     * + 7.5, gets 8; the others want 1.43 and get 1, but for the 5 bits that are left. */
     const struct lowkey_peer_bits bits = bed_run(&bed, "ratequant-2.5", 0, one_large_head);
     assert_about(bits.key, 3.5, 1e-12);
     assert_about(bits.value, 3.5, 1e-12);
@@ -351,8 +353,9 @@ static void block_gtq_gives_a_strong_pair_its_bits(void **state)
     struct bed bed;
     bed_make(&bed, &shape, 640, QUERIES, one_large_pair);
     const struct lowkey_peer_bits bits = bed_run(&bed, "block-gtq-2", 1, one_large_pair);
-    /* Head 0, 64 bits for 32 pairs: the strong pair gets 5 (64 / 4^4 = 1/4 is beaten to the fifth bit or not by pairs at one bit,
-     * 1/4, about evenly), others 1 or 2. Head 1: 2 for all but for noise in the energies. */
+    /* Head 0, 64 bits for 32 pairs: the strong pair gets 5 (64 / 4^4 = 1/4 is beaten to the fifth bit or not
+     * by pairs at one bit, 1/4, about evenly), others 1 or 2. Head 1: 2 for all but for noise in the
+     * energies. */
     assert_true(bits.key >= 2 + 1.5 * 16 / 64. && bits.key <= 2 + 3.5 * 16 / 64.);
     assert_about(bits.value, 2.25, 1e-12);
     double strong = 0, weak = 0, weak_other = 0;

@@ -1,4 +1,5 @@
-/* TurboQuant and its pieces: random rotations, Lloyd-Max tables against the paper's numbers, unbiased products. */
+/* TurboQuant and its pieces: random rotations, Lloyd-Max tables against the paper's numbers, unbiased
+ * products. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -113,8 +114,8 @@ static void the_loss_is_the_papers(void **state)
     peer_tokens_free(&tokens);
 }
 
-/* What stands for a vector has, on average over vectors, a product with it of the square of its norm; the MSE variant's
- * is smaller by its loss. */
+/* What stands for a vector has, on average over vectors, a product with it of the square of its norm; the MSE
+ * variant's is smaller by its loss. */
 static void products_of_the_other_variant_are_unbiased(void **state)
 {
     (void)state;

@@ -1,5 +1,5 @@
-/* What foreign formats make of numbers that were worked out by hand from their definitions: blocks of llama.cpp, OCP FP8,
- * NVFP4, min-max and NormalFloat per token, KIVI's groups, Kitty's channels. */
+/* What foreign formats make of numbers that were worked out by hand from their definitions: blocks of
+ * llama.cpp, OCP FP8, NVFP4, min-max and NormalFloat per token, KIVI's groups, Kitty's channels. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -167,7 +167,8 @@ static void groups_of_kivi(void **state)
     lowkey_peer_close(peer);
 }
 
-/* Turned, grouped and turned back in f64. A step that rounding may take the other way is looked at with both. */
+/* Turned, grouped and turned back in f64. A step that rounding may take the other way is looked at with both.
+ */
 static void kivi_quantizes_keys_after_rope(void **state)
 {
     (void)state;

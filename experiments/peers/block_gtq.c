@@ -1,7 +1,8 @@
-/* block_gtq.c - Block-GTQ (arXiv 2606.24033). Keys (before RoPE): each RoPE pair of a head gets bits by its energy s = (E|q|^2 + E|k|^2) / 2,
- * q over the head's query heads: from one bit each, the next goes where s 4^-b is largest, up to 8, until the mean is reached. Pairs
- * of equal width are one vector for TurboQuant: a norm in f16, a random rotation, Lloyd-Max for a normal distribution, and
- * what was found scaled to the norm. Values: TurboQuant so, all channels one vector. */
+/* block_gtq.c - Block-GTQ (arXiv 2606.24033). Keys (before RoPE): each RoPE pair of a head gets bits by its
+ * energy s = (E|q|^2 + E|k|^2) / 2, q over the head's query heads: from one bit each, the next goes where s
+ * 4^-b is largest, up to 8, until the mean is reached. Pairs of equal width are one vector for TurboQuant: a
+ * norm in f16, a random rotation, Lloyd-Max for a normal distribution, and what was found scaled to the norm.
+ * Values: TurboQuant so, all channels one vector. */
 #include <math.h>
 #include <stdlib.h>
 

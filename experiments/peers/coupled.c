@@ -1,9 +1,11 @@
-/* coupled.c - coupled quantization, CQ (arXiv 2405.03917): groups of contiguous channels of a head share a code of 8 bits, which
- * names one of 256 centroids that k-means fitted on captured keys (before RoPE) and values; each vector weighs as much as
- * the sum of its squared gradients where the captures have them, else 1. Nothing but codes is stored.
+/* coupled.c - coupled quantization, CQ (arXiv 2405.03917): groups of contiguous channels of a head share a
+ * code of 8 bits, which names one of 256 centroids that k-means fitted on captured keys (before RoPE) and
+ * values; each vector weighs as much as the sum of its squared gradients where the captures have them,
+ * else 1. Nothing but codes is stored.
  *
- * K-means is seeded by k-means++ and iterates until it gains less than a thousandth, at most 12 times, on 2,048
- * captured tokens for each channel of a group, evenly spread; the authors take 32,768 tokens and 100 iterations. */
+ * K-means is seeded by k-means++ and iterates until it gains less than a thousandth, at most 12 times, on
+ * 2,048 captured tokens for each channel of a group, evenly spread; the authors take 32,768 tokens and 100
+ * iterations. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -102,7 +104,8 @@ static int pick(const double *mass, int n, double *left)
     return picked;
 }
 
-/* Squared distances of a run to the newest centroid, where they are less than those known; the run's weight times distance. */
+/* Squared distances of a run to the newest centroid, where they are less than those known; the run's weight
+ * times distance. */
 static double approach(const struct cloud *cloud, int run, const double *point)
 {
     double *mass = cloud->mass + run * RUN, total = 0;
@@ -117,7 +120,8 @@ static double approach(const struct cloud *cloud, int run, const double *point)
     return total;
 }
 
-/* k-means++: each centroid is a vector drawn with probability as weight times squared distance to those drawn before. */
+/* k-means++: each centroid is a vector drawn with probability as weight times squared distance to those drawn
+ * before. */
 static void seed(const struct cloud *cloud, unsigned long number, gsl_rng *rng, struct lowkey_points *points)
 {
     gsl_rng_set(rng, number);
@@ -143,8 +147,8 @@ static void seed(const struct cloud *cloud, unsigned long number, gsl_rng *rng, 
     }
 }
 
-/* Each vector to its nearest centroid; the weighted squared distance is returned. Centroids then become the weighted means of
- * their vectors; one without any stays. */
+/* Each vector to its nearest centroid; the weighted squared distance is returned. Centroids then become the
+ * weighted means of their vectors; one without any stays. */
 static double improve(const struct cloud *cloud, struct lowkey_points *points)
 {
     const size_t D = LOWKEY_NEAREST_MAX_DIM;

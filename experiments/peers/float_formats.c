@@ -1,9 +1,10 @@
-/* float_formats.c - formats of small floats and of blocks with one scale: FP8 (OCP E4M3, E5M2) and NVFP4 with an outer scale
- * of various scope, llama.cpp's q8_0 and q4_0.
+/* float_formats.c - formats of small floats and of blocks with one scale: FP8 (OCP E4M3, E5M2) and NVFP4 with
+ * an outer scale of various scope, llama.cpp's q8_0 and q4_0.
  *
- * FP8: x ~ s decode(encode(x / s)), s such that the largest magnitude of the scope becomes the largest number, f32. NVFP4: blocks
- * of 16 channels hold E2M1 numbers and an E4M3 scale, largest magnitude / 6, in units of an outer f32 scale which
- * takes the scope's largest block scale to 448. Scales from captures do not know the text: what is larger saturates. */
+ * FP8: x ~ s decode(encode(x / s)), s such that the largest magnitude of the scope becomes the largest
+ * number, f32. NVFP4: blocks of 16 channels hold E2M1 numbers and an E4M3 scale, largest magnitude / 6, in
+ * units of an outer f32 scale which takes the scope's largest block scale to 448. Scales from captures do not
+ * know the text: what is larger saturates. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -59,7 +60,8 @@ static lowkey_status prepare_scopes(struct lowkey_peer_side *side, const struct 
 
 typedef void quantize_run(float *x, int n, float scale);
 
-/* Runs that share an outer scale: heads of the tokens that are here (a page, of which the last may be short), or tokens. */
+/* Runs that share an outer scale: heads of the tokens that are here (a page, of which the last may be short),
+ * or tokens. */
 static inline void quantize_scopes(const struct lowkey_peer_side *side, float *x, int n_tokens,
                                    float largest_number, quantize_run *quantize)
 {
@@ -142,7 +144,8 @@ const struct lowkey_peer_method lowkey_peer_e4m3 = { prepare_e4m3, NULL, quantiz
 const struct lowkey_peer_method lowkey_peer_e5m2 = { prepare_e5m2, NULL, quantize_e5m2 };
 const struct lowkey_peer_method lowkey_peer_nvfp4 = { prepare_nvfp4, NULL, quantize_nvfp4 };
 
-/* ---- llama.cpp: blocks of 32 consecutive elements of a token's vector over all KV heads, as its cache holds rows ---- */
+/* ---- llama.cpp: blocks of 32 consecutive elements of a token's vector over all KV heads, as its cache holds
+ * rows ---- */
 
 static lowkey_status prepare_ggml(struct lowkey_peer_side *side, const struct lowkey_peer_sample *sample,
                                   int n_threads, lowkey_error *err)
@@ -170,7 +173,8 @@ static void quantize_q8_0(const struct lowkey_peer_side *side, float *x, int n_t
     }
 }
 
-/* Codes 0 to 15 stand for -8 to 7 steps; the step's sign is such that the element of largest magnitude is -8 of them. */
+/* Codes 0 to 15 stand for -8 to 7 steps; the step's sign is such that the element of largest magnitude is -8
+ * of them. */
 static void quantize_q4_0(const struct lowkey_peer_side *side, float *x, int n_tokens)
 {
     for (size_t i = 0; i < n_elements(side, n_tokens); i += GGML_BLOCK) {

@@ -1,6 +1,7 @@
-/* integer_formats.c - formats that share a scale and a zero: per token (int, NormalFloat), KIVI's groups (arXiv 2402.02750:
- * keys by channel over tokens, values by token over channels) and Kitty's keys (arXiv 2511.18643: KIVI's groups of 128 tokens,
- * the channels of largest mean magnitude of each page and head with twice the bits). */
+/* integer_formats.c - formats that share a scale and a zero: per token (int, NormalFloat), KIVI's groups
+ * (arXiv 2402.02750: keys by channel over tokens, values by token over channels) and Kitty's keys (arXiv
+ * 2511.18643: KIVI's groups of 128 tokens, the channels of largest mean magnitude of each page and head with
+ * twice the bits). */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,7 +64,8 @@ static void quantize_nf(const struct lowkey_peer_side *side, float *x, int n_tok
             low = row[c] < low ? row[c] : low;
             high = row[c] > high ? row[c] : high;
         }
-        /* [-1, 1] is stretched to the range: the zero is its middle, the scale one step from there to its top. */
+        /* [-1, 1] is stretched to the range: the zero is its middle, the scale one step from there to its
+         * top. */
         const struct lowkey_group_scale range = lowkey_minmax_scale(low / 2 + high / 2, high, 1);
         const float scale = range.scale, zero = range.zero;
         for (int c = 0; c < n; c++) row[c] = scale > 0 ? (row[c] - zero) / scale : 0;

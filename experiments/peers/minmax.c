@@ -1,5 +1,5 @@
-/* minmax.c - groups that share a scale and a zero, as KIVI (arXiv 2402.02750) has them, in rows and in columns; and the
- * look-up of a table's nearest entry. */
+/* minmax.c - groups that share a scale and a zero, as KIVI (arXiv 2402.02750) has them, in rows and in
+ * columns; and the look-up of a table's nearest entry. */
 #include "experiments/peers/minmax.h"
 
 #include "formats/half.h"

@@ -13,8 +13,9 @@ struct lowkey_points {
     float half[LOWKEY_NEAREST_MAX_POINTS];
 };
 
-/* x[dim][LOWKEY_NEAREST_RUN]: vectors side by side. index[LOWKEY_NEAREST_RUN]: the point nearest to each, the first of
- * equals. Distances are taken as |p|^2 / 2 - p x, in f32. The same numbers at every level of SIMD. */
+/* x[dim][LOWKEY_NEAREST_RUN]: vectors side by side. index[LOWKEY_NEAREST_RUN]: the point nearest to each, the
+ * first of equals. Distances are taken as |p|^2 / 2 - p x, in f32. The same numbers at every level of SIMD.
+ */
 void lowkey_nearest_points(const struct lowkey_points *points, const float *x, int *index);
 
 /* With AVX2; calls nothing else. */

@@ -1,4 +1,5 @@
-/* nearest_body.h - lowkey_nearest_points in vectors that compilers make of what registers there are; dim is a constant. */
+/* nearest_body.h - lowkey_nearest_points in vectors that compilers make of what registers there are; dim is a
+ * constant. */
 #ifndef LOWKEY_NEAREST_BODY_H
 #define LOWKEY_NEAREST_BODY_H
 

@@ -1,10 +1,11 @@
-/* oscar.c - OSCAR (arXiv 2605.17757): a rotation of each layer's keys and of its values, 2 bits per token in groups of up to 128
- * channels of a head after clipping. The rotation is R = U H P: U the eigenvectors of the covariance that attention
- * consumes, H Hadamard's, P a permutation by bit reversal of the eigenvalues' order, which spreads the strong directions over groups.
- * For keys (after RoPE) the covariance is that of the queries; for values theirs, each token weighted by k' C k, C the
- * covariance of its head's queries, weights of mean 1. All KV heads of a layer share the mean covariance.
- * A token's vector is clipped, head by head, to the magnitude at rank floor(ratio * dim) of its own, ratio 0.96 for keys and 0.92 for
- * values. Sinks (64) are the evaluation's, the recent 256 tokens the window's. */
+/* oscar.c - OSCAR (arXiv 2605.17757): a rotation of each layer's keys and of its values, 2 bits per token in
+ * groups of up to 128 channels of a head after clipping. The rotation is R = U H P: U the eigenvectors of the
+ * covariance that attention consumes, H Hadamard's, P a permutation by bit reversal of the eigenvalues'
+ * order, which spreads the strong directions over groups. For keys (after RoPE) the covariance is that of the
+ * queries; for values theirs, each token weighted by k' C k, C the covariance of its head's queries, weights
+ * of mean 1. All KV heads of a layer share the mean covariance. A token's vector is clipped, head by head, to
+ * the magnitude at rank floor(ratio * dim) of its own, ratio 0.96 for keys and 0.92 for values. Sinks (64)
+ * are the evaluation's, the recent 256 tokens the window's. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -86,7 +87,8 @@ static int reversed(int i, int n)
     return out;
 }
 
-/* R = U H P; vectors[dim][dim] has the eigenvectors in columns, eigenvalues falling: column r of P takes U H's there. */
+/* R = U H P; vectors[dim][dim] has the eigenvectors in columns, eigenvalues falling: column r of P takes U
+ * H's there. */
 static void compose(int dim, const double *vectors, double *hadamard, float *rotation)
 {
     const size_t D = (size_t)dim;

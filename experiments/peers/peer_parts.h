@@ -1,14 +1,15 @@
-/* peer_parts.h - what the formats of this folder have in common: a method that quantizes keys or values of one layer in
- * place, its settings, and the captured tokens that it may be fitted on. peer_table.c puts them together under names. */
+/* peer_parts.h - what the formats of this folder have in common: a method that quantizes keys or values of
+ * one layer in place, its settings, and the captured tokens that it may be fitted on. peer_table.c puts them
+ * together under names. */
 #ifndef LOWKEY_PEER_PARTS_H
 #define LOWKEY_PEER_PARTS_H
 
 #include "experiments/lm/store.h"
 #include "experiments/peers/peers.h"
 
-/* Captured tokens of one layer, at most some 16,384 of them: runs of up to 64 consecutive tokens, spread evenly over the
- * captures, first tokens of samples (sinks) left out. Keys and queries are turned by RoPE where the format stores keys
- * so; gradients never are. */
+/* Captured tokens of one layer, at most some 16,384 of them: runs of up to 64 consecutive tokens, spread
+ * evenly over the captures, first tokens of samples (sinks) left out. Keys and queries are turned by RoPE
+ * where the format stores keys so; gradients never are. */
 struct lowkey_peer_sample {
     int n_tokens;
     const int *position; /* [n_tokens], in the sample: consecutive within a run */
@@ -21,13 +22,14 @@ struct lowkey_peer_setting { /* what a name selects; what a method does not look
     int bits; /* of a code */
     int group; /* elements that share a scale */
     int scope; /* enum lowkey_peer_scope */
-    double
-        rate; /* of formats that spend bits unevenly: mean bits of a code; Kitty: share of the boosted channels */
+    double rate; /* of formats that spend bits unevenly: mean bits of a code; Kitty: share of the boosted
+                    channels */
 };
 
 enum lowkey_peer_scope { /* what shares an outer scale */
                          LOWKEY_PER_NOTHING, /* there is none: 1 */
-                         LOWKEY_PER_TENSOR, /* all of a layer's keys or values, from the largest magnitude captured */
+                         LOWKEY_PER_TENSOR, /* all of a layer's keys or values, from the largest magnitude
+                                               captured */
                          LOWKEY_PER_HEAD, /* a KV head, the same */
                          LOWKEY_PER_PAGE, /* 64 tokens of a KV head, found as they are stored */
                          LOWKEY_PER_TOKEN /* a token's vector over all KV heads, the same */
@@ -44,13 +46,15 @@ struct lowkey_peer_side { /* keys or values of one layer */
 };
 
 struct lowkey_peer_method {
-    /* Refuse a geometry that does not suit, fit, say the bits. sample: NULL unless the format asks for one. */
+    /* Refuse a geometry that does not suit, fit, say the bits. sample: NULL unless the format asks for one.
+     */
     lowkey_status (*prepare)(struct lowkey_peer_side *side, const struct lowkey_peer_sample *sample,
                              int n_threads, lowkey_error *err);
-    /* Once all n layers are prepared, for keys and for values: what is shared out among layers. NULL: nothing is. */
+    /* Once all n layers are prepared, for keys and for values: what is shared out among layers. NULL: nothing
+     * is. */
     lowkey_status (*share)(struct lowkey_peer_side *sides, int n, lowkey_error *err);
-    /* In place: x[n_tokens][n_heads][head_dim], consecutive tokens, at most the format's group (64 where it has none).
-     * Several threads at once. */
+    /* In place: x[n_tokens][n_heads][head_dim], consecutive tokens, at most the format's group (64 where it
+     * has none). Several threads at once. */
     void (*quantize)(const struct lowkey_peer_side *side, float *x, int n_tokens);
 };
 
@@ -79,10 +83,12 @@ enum { /* what a format wants captured */
 
 struct lowkey_peer_format { /* one name */
     const char *name;
-    int group_tokens; /* tokens that are quantized together: chunks begin at a multiple of it; 1: each on its own */
+    int group_tokens; /* tokens that are quantized together: chunks begin at a multiple of it; 1: each on its
+                         own */
     int before_rope; /* keys are stored before RoPE; 0: after */
     unsigned wants; /* LOWKEY_PEER_... */
-    int window; /* the last tokens that a query sees as they were, its own included; 0: none, not even its own */
+    int window; /* the last tokens that a query sees as they were, its own included; 0: none, not even its own
+                 */
     int window_blocks; /* keys leave the window that many at a time (KIVI); values, and 0: one by one */
     const struct lowkey_peer_method *key, *value;
     struct lowkey_peer_setting key_setting, value_setting;
@@ -91,7 +97,8 @@ struct lowkey_peer_format { /* one name */
 /* NULL: no such name. */
 const struct lowkey_peer_format *lowkey_peer_find(const char *name);
 
-/* One layer of captures after the other; refuses captures of another model, and a missing stream by the format's name. */
+/* One layer of captures after the other; refuses captures of another model, and a missing stream by the
+ * format's name. */
 struct lowkey_peer_reader;
 lowkey_status lowkey_peer_reader_open(const struct lowkey_peer_format *format, const lowkey_model *model,
                                       int n_paths, const char *const *paths, struct lowkey_peer_reader **out,

@@ -1,5 +1,5 @@
-/* peer_sample.c - captured tokens for formats that calibrate: of each layer, runs of consecutive tokens spread evenly over
- * all captures, so that memory does not grow with them. */
+/* peer_sample.c - captured tokens for formats that calibrate: of each layer, runs of consecutive tokens
+ * spread evenly over all captures, so that memory does not grow with them. */
 #include <stdlib.h>
 
 #include "calib/captures.h"

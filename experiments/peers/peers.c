@@ -1,6 +1,7 @@
-/* peers.c - a format of other people as a store: keys and values come, are quantized and dequantized in place, keys
- * between a turn by RoPE and the turn back, and go to whoever attends. What a format does to them is its method's;
- * here tokens are cut into groups, which threads share, and chunks are checked to fit those groups. */
+/* peers.c - a format of other people as a store: keys and values come, are quantized and dequantized in
+ * place, keys between a turn by RoPE and the turn back, and go to whoever attends. What a format does to them
+ * is its method's; here tokens are cut into groups, which threads share, and chunks are checked to fit those
+ * groups. */
 #include "experiments/peers/peers.h"
 
 #include <math.h>

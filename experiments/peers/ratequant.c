@@ -1,8 +1,9 @@
-/* ratequant.c - RateQuant (arXiv 2605.06675) over KIVI: every KV head of every layer has its own number of bits, keys and values
- * apart, such that their mean is the rate asked for. The quantizer's distortion over bits is fitted on captured tokens as
- * alpha beta^-b; reverse water-filling then gives head i  b + log_beta(w_i / geometric mean of w)  bits. w is the mean squared
- * gradient of the head where the captures have gradients, else its mean square (the paper's other sensitivity). Bits are
- * rounded to 1..8, and those whose rounding cost most are set right until the mean is kept. */
+/* ratequant.c - RateQuant (arXiv 2605.06675) over KIVI: every KV head of every layer has its own number of
+ * bits, keys and values apart, such that their mean is the rate asked for. The quantizer's distortion over
+ * bits is fitted on captured tokens as alpha beta^-b; reverse water-filling then gives head i  b +
+ * log_beta(w_i / geometric mean of w)  bits. w is the mean squared gradient of the head where the captures
+ * have gradients, else its mean square (the paper's other sensitivity). Bits are rounded to 1..8, and those
+ * whose rounding cost most are set right until the mean is kept. */
 #include <math.h>
 #include <stdlib.h>
 

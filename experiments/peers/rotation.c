@@ -97,8 +97,9 @@ lowkey_status lowkey_eigenvectors(int n, double *a, double *value, double *v, lo
 
 /* ---- Lloyd-Max ---- */
 
-/* Of a coordinate x of a random unit vector in dim dimensions, or (dim 0) of a standard normal number: the probability
- * that it is below x, and the integral of its density times x from x on. (x + 1) / 2 is beta distributed. */
+/* Of a coordinate x of a random unit vector in dim dimensions, or (dim 0) of a standard normal number: the
+ * probability that it is below x, and the integral of its density times x from x on. (x + 1) / 2 is beta
+ * distributed. */
 static double below(int dim, double x)
 {
     if (!dim) return gsl_cdf_ugaussian_P(x);
@@ -119,8 +120,8 @@ static double quantile(double dim, double p)
                     : gsl_cdf_ugaussian_Pinv(p);
 }
 
-/* Values become the means of what is nearest to them until nothing moves. The distribution is symmetric and its density
- * log-concave (from 3 dimensions on), so there is one fixed point. */
+/* Values become the means of what is nearest to them until nothing moves. The distribution is symmetric and
+ * its density log-concave (from 3 dimensions on), so there is one fixed point. */
 void lowkey_lloyd_max(int bits, int dim, float *value, float *boundary)
 {
     const int n = 1 << bits;

@@ -1,10 +1,12 @@
-/* squat.c - SQuat (arXiv 2503.24358) for keys, on KIVI's groups: channels are quantized in two halves, and the second half is
- * first moved so that the error of the whole is as orthogonal as can be to the subspace that queries span. With e the
- * error, the cost is e' (I + lambda Q' Q) e, Q the queries' first r singular directions times their singular values; given the first half's
- * error f, the best error of the second is -A22^-1 A21 f.
+/* squat.c - SQuat (arXiv 2503.24358) for keys, on KIVI's groups: channels are quantized in two halves, and
+ * the second half is first moved so that the error of the whole is as orthogonal as can be to the subspace
+ * that queries span. With e the error, the cost is e' (I + lambda Q' Q) e, Q the queries' first r singular
+ * directions times their singular values; given the first half's error f, the best error of the second is
+ * -A22^-1 A21 f.
  *
- * Authors' settings: lambda 0.001, r 60 and halves of 64 at head_dim 128 (here in proportion), keys after RoPE. They take the
- * queries of the prompt; here, as in their offline variant, captured ones, scaled to a prompt of 2,048 tokens. */
+ * Authors' settings: lambda 0.001, r 60 and halves of 64 at head_dim 128 (here in proportion), keys after
+ * RoPE. They take the queries of the prompt; here, as in their offline variant, captured ones, scaled to a
+ * prompt of 2,048 tokens. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,8 +23,8 @@ enum { PROMPT = 2048 };
 static const double lambda = 0.001;
 
 struct squat {
-    float move
-        [1]; /* [n_heads][half][dim - half]: row c is what the second half moves by for an error of 1 in channel c */
+    float move[1]; /* [n_heads][half][dim - half]: row c is what the second half moves by for an error of 1 in
+                      channel c */
 };
 
 static int half_of(const struct lowkey_peer_side *side)

@@ -1,9 +1,10 @@
-/* turboquant.c - TurboQuant (arXiv 2504.19874). A head's vector is divided by its norm, turned by a random rotation, and each
- * coordinate takes the nearest entry of the Lloyd-Max table for such coordinates; the norm is kept in f16.
+/* turboquant.c - TurboQuant (arXiv 2504.19874). A head's vector is divided by its norm, turned by a random
+ * rotation, and each coordinate takes the nearest entry of the Lloyd-Max table for such coordinates; the norm
+ * is kept in f16.
  *
  * The MSE variant is that. The inner product variant, for keys, spends one of its bits on the residual r: the
- * signs of S r with S normal, and the norm of r in f16, stand for sqrt(pi / 2) / dim |r| S' sign(S r), whose product with any
- * query is unbiased (QJL, arXiv 2406.03482). */
+ * signs of S r with S normal, and the norm of r in f16, stand for sqrt(pi / 2) / dim |r| S' sign(S r), whose
+ * product with any query is unbiased (QJL, arXiv 2406.03482). */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +20,8 @@ enum { BLOCK = 16 /* vectors that are turned together */, MAX_LEVELS = 256 };
 
 struct turbo {
     float value[MAX_LEVELS], boundary[MAX_LEVELS]; /* of unit vectors times sqrt(dim) */
-    float matrix
-        [1]; /* rotation'[dim][dim], rotation, and with a residual S', S: rows are multiplied from the left */
+    float matrix[1]; /* rotation'[dim][dim], rotation, and with a residual S', S: rows are multiplied from the
+                        left */
 };
 
 static lowkey_status prepare(struct lowkey_peer_side *side, int with_residual, lowkey_error *err)

@@ -1,8 +1,9 @@
-/* watersic.c - WaterSIC (arXiv 2603.04956) for KV caches, by its rate: codes are integers without limit, to be entropy coded, so
- * that a cache of it cannot be attended in place. With H the second moment of a KV head's queries (after RoPE; the
- * identity for values) and H = L L', channels are quantized from the last to the first with steps c / L_jj, each taking
- * in the errors of those behind it, and shrunk by the factor that loses least. c is such that the codes' entropy,
- * channel by channel on captured tokens, is the rate; that entropy is what bits says. */
+/* watersic.c - WaterSIC (arXiv 2603.04956) for KV caches, by its rate: codes are integers without limit, to
+ * be entropy coded, so that a cache of it cannot be attended in place. With H the second moment of a KV
+ * head's queries (after RoPE; the identity for values) and H = L L', channels are quantized from the last to
+ * the first with steps c / L_jj, each taking in the errors of those behind it, and shrunk by the factor that
+ * loses least. c is such that the codes' entropy, channel by channel on captured tokens, is the rate; that
+ * entropy is what bits says. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -55,8 +56,8 @@ static double entropy(const int *count, int n)
     return bits;
 }
 
-/* Quantize x[dim][n], a channel's tokens side by side, with steps c / diagonal; channels get step and shrink. target[dim][n] is
- * scratch. Returns the mean entropy of a code. */
+/* Quantize x[dim][n], a channel's tokens side by side, with steps c / diagonal; channels get step and shrink.
+ * target[dim][n] is scratch. Returns the mean entropy of a code. */
 static double run(int dim, int n, const float *x, float *target, const double *diagonal, double c,
                   const float *rows, struct channel *channels)
 {
@@ -87,7 +88,8 @@ static double run(int dim, int n, const float *x, float *target, const double *d
     return total / dim;
 }
 
-/* In place: a = L L', the diagonal of L to diagonal[dim], L_ji / L_ii to rows[j][i], i < j. a is positive definite. */
+/* In place: a = L L', the diagonal of L to diagonal[dim], L_ji / L_ii to rows[j][i], i < j. a is positive
+ * definite. */
 static void factor(int dim, double *a, double *diagonal, float *rows)
 {
     const size_t D = (size_t)dim;
