@@ -33,8 +33,7 @@ uint32_t lowkey_column_look_over(const struct lowkey_column *column)
     return all;
 }
 
-/* Turn raw weights into those of the fit. */
-static void tame_weights(struct lowkey_column *column)
+void lowkey_column_tame(struct lowkey_column *column)
 {
     struct lowkey_side_fit *fit = column->fit;
     struct lowkey_weight_shape *shape = &fit->shapes[column->channel];
@@ -82,8 +81,7 @@ static void onto_grids(struct lowkey_column *column)
     column->n = kept;
 }
 
-/* Sort values with their weights, in place. */
-static lowkey_status sort_column(struct lowkey_column *column)
+lowkey_status lowkey_column_sort(struct lowkey_column *column)
 {
     const size_t n = (size_t)column->n;
     struct lowkey_keyed *items = malloc((2 * n + 1) * sizeof *items);
@@ -213,12 +211,12 @@ static lowkey_status fit_column(struct lowkey_column *column)
     struct lowkey_side_fit *fit = column->fit;
     const size_t c = column->channel;
     const int is_table = fit->bits[c] <= 5, on_grid = is_table && fit->grids;
-    tame_weights(column);
+    lowkey_column_tame(column);
     if (fit->low[c] == fit->high[c]) fit->flags[c] |= LOWKEY_FLAG_CONSTANT;
     if (on_grid) onto_grids(column);
     const int is_sorted = column->n <= LOWKEY_SORTED && is_table && lowkey_has_own_codebook(fit) &&
                           fit->side->codebook == LOWKEY_CODEBOOK_FITTED;
-    if (is_sorted) LOWKEY_TRY(sort_column(column));
+    if (is_sorted) LOWKEY_TRY(lowkey_column_sort(column));
     if (on_grid) {
         fit->lower[c] = -1;
         fit->upper[c] = 1;
@@ -233,7 +231,7 @@ static lowkey_status fit_column(struct lowkey_column *column)
 void lowkey_column_fit(void *columns, int i)
 {
     struct lowkey_column *column = (struct lowkey_column *)columns + i;
-    column->status = fit_column(column);
+    column->status = column->fit->costs ? lowkey_column_costs(column) : fit_column(column);
 }
 
 int lowkey_any_shares(const struct lowkey_side_fit *fit, size_t first, size_t last)

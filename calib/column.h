@@ -31,6 +31,12 @@ int lowkey_has_own_codebook(const struct lowkey_side_fit *fit);
 /* Extremes of the channel, and the bits of all its values or'ed. Before the fit, which changes x. */
 uint32_t lowkey_column_look_over(const struct lowkey_column *column);
 
+/* Parts of the fit: raw weights become those of the fit; values with their weights are sorted, in place. */
+void lowkey_column_tame(struct lowkey_column *column);
+lowkey_status lowkey_column_sort(struct lowkey_column *column);
+/* In place of a fit, where the side has room for them: what widths would cost (column_costs.c). */
+lowkey_status lowkey_column_costs(struct lowkey_column *column);
+
 /* Fit column number i of an array: a body for lowkey_parallel_for. */
 void lowkey_column_fit(void *columns, int i);
 

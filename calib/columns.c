@@ -88,7 +88,9 @@ static lowkey_status fit_block(struct pass *pass, lowkey_error *err)
 {
     struct lowkey_side_fit *fit = pass->fit;
     const int64_t n_tokens = fit->captures->n_tokens;
-    const int64_t job_bytes = n_tokens <= LOWKEY_SORTED ? 40 * n_tokens : (INT64_C(12) << 20) + 2 * n_tokens;
+    const int64_t copies = fit->costs ? 8 * n_tokens : 0; /* in the order of tokens */
+    const int64_t job_bytes = copies +
+                              (n_tokens <= LOWKEY_SORTED ? 40 * n_tokens : (INT64_C(12) << 20) + 2 * n_tokens);
     int threads = fit->options->n_threads;
     while (threads > 1 && threads * job_bytes > jobs_bytes) threads--;
     struct lowkey_column columns[SHARED_AT_ONCE * 16];

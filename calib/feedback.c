@@ -102,26 +102,51 @@ static int factor_in_place(size_t n, double *A)
     return 1;
 }
 
+/* The damped matrix, rows in the given order and its mean diagonal 1 + damp, factored: *l is to be freed, NULL where
+ * H = 0. before: [D] its diagonal; NULL: not wanted. */
+static lowkey_status factor_matrix(int head_dim, const double *H, const uint16_t *order, double damp, double **l,
+                                   double *before, lowkey_error *err)
+{
+    const size_t D = (size_t)head_dim;
+    double mean = 0;
+    *l = NULL;
+    for (size_t c = 0; c < D; c++) mean += H[c * D + c] / (double)D;
+    if (mean == 0) return LOWKEY_OK;
+    double *A = *l = malloc(D * D * sizeof *A);
+    if (!A) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for a factor of %d channels", head_dim);
+    for (size_t i = 0; i < D; i++)
+        for (size_t j = 0; j < D; j++) A[i * D + j] = H[order[i] * D + order[j]] / mean + (i == j ? damp : 0);
+    for (size_t j = 0; j < D && before; j++) before[j] = A[j * D + j];
+    if (factor_in_place(D, A)) return LOWKEY_OK;
+    free(A);
+    *l = NULL;
+    return lowkey_fail(err, LOWKEY_EINVAL,
+                       "feedback: the matrix of %d channels cannot be factored with damp %g; raise it",
+                       head_dim, damp);
+}
+
 lowkey_status lowkey_feedback_factor(int head_dim, const double *H, const uint16_t *order, double damp,
                                      float *factor, int *is_zero, lowkey_error *err)
 {
     const size_t D = (size_t)head_dim;
+    double *l;
     memset(factor, 0, D * D * sizeof *factor);
-    double mean = 0;
-    for (size_t c = 0; c < D; c++) mean += H[c * D + c] / (double)D;
-    *is_zero = mean == 0;
-    if (mean == 0) return LOWKEY_OK;
-    double *l = malloc(D * D * sizeof *l);
-    if (!l) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory for a factor of %d channels", head_dim);
-    for (size_t i = 0; i < D; i++)
-        for (size_t j = 0; j < D; j++) l[i * D + j] = H[order[i] * D + order[j]] / mean + (i == j ? damp : 0);
-    const int good = factor_in_place(D, l);
-    for (size_t i = 0; i < D && good; i++)
+    LOWKEY_TRY(factor_matrix(head_dim, H, order, damp, &l, NULL, err));
+    *is_zero = !l;
+    for (size_t i = 0; i < D && l; i++)
         for (size_t j = 0; j < i; j++)
             factor[i * D + j] = lowkey_f16_to_f32(lowkey_f32_to_f16_saturate((float)l[i * D + j], NULL));
     free(l);
-    if (good) return LOWKEY_OK;
-    return lowkey_fail(err, LOWKEY_EINVAL,
-                       "feedback: the matrix of %d channels cannot be factored with damp %g; raise it",
-                       head_dim, damp);
+    return LOWKEY_OK;
+}
+
+lowkey_status lowkey_feedback_left(int head_dim, const double *H, const uint16_t *order, double damp,
+                                   double *left, lowkey_error *err)
+{
+    const size_t D = (size_t)head_dim;
+    double before[LOWKEY_MAX_HEAD_DIM], *l;
+    LOWKEY_TRY(factor_matrix(head_dim, H, order, damp, &l, before, err));
+    for (size_t j = 0; j < D; j++) left[order[j]] = l ? l[j * D + j] / before[j] : 1;
+    free(l);
+    return LOWKEY_OK;
 }

@@ -20,4 +20,9 @@ void lowkey_row_order(int head_dim, int rope_dims, lowkey_pairing pairing, const
 lowkey_status lowkey_feedback_factor(int head_dim, const double *H, const uint16_t *order, double damp,
                                      float *factor, int *is_zero, lowkey_error *err);
 
+/* What of the cost of each channel's own error is left when errors are fed back in that order: L_jj^2 / A_jj of
+ * the damped matrix A = L L'. left: [D] by channel; 1 where H = 0. */
+lowkey_status lowkey_feedback_left(int head_dim, const double *H, const uint16_t *order, double damp,
+                                   double *left, lowkey_error *err);
+
 #endif

@@ -18,6 +18,7 @@ enum lowkey_sensitivity {
 };
 
 enum { LOWKEY_MAX_WIDTHS = 64 };
+enum { LOWKEY_FEEDBACK_IF_POSSIBLE = 2 }; /* where the files have what it takes */
 
 struct lowkey_side_options { /* of keys, or of values */
     int n_widths; /* widths of channels in turn: RoPE pair by pair for keys, channel by channel for values */
@@ -30,11 +31,14 @@ struct lowkey_side_options { /* of keys, or of values */
     double outlier_fraction; /* 0 to 1; the rule is limit for static tables, rank with a token scale */
     int outlier_cap; /* a token; 0: four times what the fraction says for limit, all for rank */
     int outlier_page_capacity; /* 0: one and a half times what the fraction says for limit, all for rank */
-    int feedback, gain, qnorm;
+    int feedback; /* 0, 1, or LOWKEY_FEEDBACK_IF_POSSIBLE */
+    int gain, qnorm;
 };
 
 struct lowkey_fit_options {
     struct lowkey_side_options side[2]; /* keys, values */
+    double budget; /* mean bits of all elements, shared out by cost in place of the sides' widths; 0: none */
+    int low_width, high_width; /* of what a budget is shared out in: 1 to 5 */
     int first_sample, end_sample; /* of every file: samples first..end-1; end 0: to the file's end */
     int n_sinks;
     lowkey_rule sink_rule; /* F16 or BF16 */
@@ -48,7 +52,8 @@ struct lowkey_fit_options {
 };
 
 struct lowkey_fit_options lowkey_fit_defaults(void); /* 4 bits, static tables per channel, no outliers */
-/* KVQuant's own recipe: "kvquant-nuq2", "kvquant-nuq3-1%" ...; 0: no such name. */
+/* Ours: "2", "3", "4" bits on average; KVQuant's own recipe: "kvquant-nuq2", "kvquant-nuq3-1%" ...; 0: no such
+ * name. */
 int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options);
 
 /* What was seen that a user should know: bits of lowkey_side_notes.suspicions. */

@@ -11,10 +11,18 @@ static const char usage[] =
     "\n"
     "Fit tables to captured keys and values. Options of a side are for both; --key-... and --value-... for "
     "one.\n"
-    "  --preset NAME             KVQuant's recipe: kvquant-nuq2, -nuq3, -nuq4, each also with -1%; others "
-    "then change it\n"
-    "  --[key-|value-]bits N     1 to 5, 8 or 16 (4); N,M,...: by RoPE pair of keys, by channel of values, "
-    "in turn\n"
+    "  --preset NAME             2, 3, 4: our recipe, so many bits on average; KVQuant's: kvquant-nuq2, -nuq3, "
+    "-nuq4,\n"
+    "                            each also with -1%; other options then change it. Without: 4, but where an "
+    "option of\n"
+    "                            a side (--[..]) is given: then plain tables of 4 bits for it to change\n"
+    "  --budget F                mean bits of all elements, shared out over channels by what their errors cost; "
+    "given\n"
+    "                            without a preset it changes preset 4\n"
+    "  --widths LOW:HIGH         of a budget (1:5)\n"
+    "  --[key-|value-]bits N     1 to 5, 8 or 16 instead of a budget; N,M,...: by RoPE pair of keys, by channel "
+    "of\n"
+    "                            values, in turn\n"
     "  --[..]codebook KIND       fitted (default), uniform, normal_float\n"
     "  --[..]scope S             what shares a codebook: channel (default), head, layer\n"
     "  --[..]token-scale TYPE    none (default: static tables), f16, f32\n"
@@ -25,8 +33,8 @@ static const char usage[] =
     "  --[..]rule-8 R            e4m3 (default), e5m2, int8\n"
     "  --[..]rule-16 R           f16 (default), bf16\n"
     "  --[..]qnorm               match the spread after quantization\n"
-    "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both\n"
-    "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both\n"
+    "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both, none\n"
+    "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both, none\n"
     "  --damp F                  of the feedback's matrix (0.05)\n"
     "  --samples FIRST:END       of every file only samples FIRST..END-1 (all): the others are for "
     "measuring\n"
@@ -66,6 +74,8 @@ enum other_option {
     PRESET,
     GAIN,
     FEEDBACK,
+    BUDGET,
+    WIDTHS,
     DAMP,
     SAMPLES,
     SINKS,
@@ -82,6 +92,8 @@ enum other_option {
 static const struct option other_options[] = {
     { "out", required_argument, NULL, OUT },
     { "preset", required_argument, NULL, PRESET },
+    { "budget", required_argument, NULL, BUDGET },
+    { "widths", required_argument, NULL, WIDTHS },
     { "gain", optional_argument, NULL, GAIN },
     { "feedback", optional_argument, NULL, FEEDBACK },
     { "samples", required_argument, NULL, SAMPLES },
@@ -101,8 +113,8 @@ enum { N_OTHER = sizeof other_options / sizeof other_options[0] };
 
 struct command {
     struct lowkey_fit_options options;
-    const char *out, *preset;
-    int json;
+    const char *out;
+    int json, has_preset, has_side_option, has_bits, has_budget; /* which of them are given */
     char names[3 * N_SIDE_OPTIONS][32];
     struct option table[3 * N_SIDE_OPTIONS + N_OTHER + 1];
 };
@@ -190,8 +202,19 @@ static int parse_side(struct lowkey_side_options *side, enum side_option which, 
 
 static int parse_sides(const char *option, const char *text, int otherwise)
 {
-    static const char *const names[] = { "keys", "values", "both", NULL };
-    return text ? choose(option, text, names) + 1 : otherwise;
+    static const char *const names[] = { "none", "keys", "values", "both", NULL };
+    return text ? choose(option, text, names) : otherwise;
+}
+
+static int parse_width_range(const char *option, const char *text, struct lowkey_fit_options *o)
+{
+    char low[32] = "";
+    const char *colon = strchr(text, ':');
+    if (!colon || (size_t)(colon - text) >= sizeof low)
+        return lowkey_command_usage("fit", "%s is LOW:HIGH, not '%s'", option, text);
+    memcpy(low, text, (size_t)(colon - text));
+    return parse_number(option, low, 1, 5, &o->low_width) || parse_number(option, colon + 1, 1, 5, &o->high_width) ? 2
+                                                                                                                   : 0;
 }
 
 static int parse_other(struct command *command, int which, const char *option)
@@ -205,13 +228,15 @@ static int parse_other(struct command *command, int which, const char *option)
     case OUT: command->out = optarg; break;
     case PRESET: break; /* taken before */
     case GAIN:
-        chosen = parse_sides(option, optarg, VALUES) - 1;
-        for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].gain = (chosen + 1) >> s & 1;
+        chosen = parse_sides(option, optarg, VALUES);
+        for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].gain = chosen >> s & 1;
         break;
     case FEEDBACK:
-        chosen = parse_sides(option, optarg, KEYS) - 1;
-        for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].feedback = (chosen + 1) >> s & 1;
+        chosen = parse_sides(option, optarg, KEYS);
+        for (int s = 0; s < 2 && chosen >= 0; s++) o->side[s].feedback = chosen >> s & 1;
         break;
+    case BUDGET: return lowkey_parse_double("fit", option, optarg, 0x1p-20, 16, &o->budget);
+    case WIDTHS: return parse_width_range(option, optarg, o);
     case DAMP: return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
     case SAMPLES: return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
     case SINKS: return parse_number(option, optarg, 0, 64, &o->n_sinks);
@@ -232,7 +257,41 @@ static int parse_other(struct command *command, int which, const char *option)
     return chosen < 0 ? 2 : 0;
 }
 
-/* Two rounds: the preset first, wherever it stands, so that all other options change it. */
+/* The first round, what the others change: the preset, wherever it stands; notes what else is given. */
+static int take_preset(struct command *command, int o)
+{
+    if (o == PRESET && !lowkey_fit_preset(optarg, &command->options))
+        return lowkey_command_usage("fit", "there is no preset '%s'", optarg);
+    command->has_preset |= o == PRESET;
+    command->has_budget |= o == BUDGET;
+    command->has_side_option |= o >= 256 && o < OUT;
+    command->has_bits |= o >= 256 && o < OUT && (o - 256) / 4 == BITS;
+    return 0;
+}
+
+/* Widths that are given take the place of a budget. */
+static int settle_preset(struct command *command)
+{
+    if (command->has_bits && command->has_budget)
+        return lowkey_command_usage("fit", "--bits and --budget both say how many bits: choose one");
+    if (!command->has_preset && !command->has_side_option) lowkey_fit_preset("4", &command->options);
+    if (command->has_bits) command->options.budget = 0;
+    return 0;
+}
+
+static int take_option(struct command *command, int o, int index)
+{
+    char option[40];
+    snprintf(option, sizeof option, "--%s", command->table[index].name);
+    if (o >= OUT) return parse_other(command, o, option);
+    int bad = 0;
+    for (int s = 0; s < 2 && !bad; s++)
+        if ((o - 256) % 4 >> s & 1)
+            bad = parse_side(&command->options.side[s], (enum side_option)((o - 256) / 4), option, optarg);
+    return bad;
+}
+
+/* Two rounds: the preset first, so that all other options change it. */
 static int parse(int argc, char **argv, struct command *command)
 {
     make_table(command);
@@ -241,19 +300,10 @@ static int parse(int argc, char **argv, struct command *command)
         for (int o, index = 0; (o = lowkey_next_option("fit", argc, argv, command->table, &index)) != -1;) {
             if (o == '?') return 2;
             if (o == HELP) return fputs(usage, stdout), -1;
-            if (round == 0 && o == PRESET && !lowkey_fit_preset(optarg, &command->options))
-                return lowkey_command_usage("fit", "there is no preset '%s'", optarg);
-            if (round == 0) continue;
-            char option[40];
-            snprintf(option, sizeof option, "--%s", command->table[index].name);
-            int bad = 0;
-            if (o >= OUT) bad = parse_other(command, o, option);
-            for (int s = 0; s < 2 && o < OUT && !bad; s++)
-                if ((o - 256) % 4 >> s & 1)
-                    bad = parse_side(&command->options.side[s], (enum side_option)((o - 256) / 4), option,
-                                     optarg);
+            const int bad = round == 0 ? take_preset(command, o) : take_option(command, o, index);
             if (bad) return bad;
         }
+        if (round == 0 && settle_preset(command)) return 2;
     }
     if (!command->out) return lowkey_command_usage("fit", "--out is missing");
     if (optind == argc) return lowkey_command_usage("fit", "no activations are given");

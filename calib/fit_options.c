@@ -1,4 +1,4 @@
-/* fit_options.c - the defaults of lowkey fit, KVQuant's own recipe, and which options go together. */
+/* fit_options.c - the defaults of lowkey fit, the presets, and which options go together. */
 #include "calib/fit_options.h"
 
 #include <stdio.h>
@@ -14,6 +14,8 @@ struct lowkey_fit_options lowkey_fit_defaults(void)
     };
     return (struct lowkey_fit_options) {
         .side = { side, side },
+        .low_width = 1,
+        .high_width = 5,
         .sink_rule = LOWKEY_RULE_F16,
         .n_queries = 128,
         .weight_clip = 50,
@@ -23,26 +25,63 @@ struct lowkey_fit_options lowkey_fit_defaults(void)
     };
 }
 
-/* Keys: one codebook a layer, each channel's range. Values: a scale a token, one codebook a layer. The
- * first token is a sink. Weights as they are, on normalised values. */
+struct preset {
+    const char *name;
+    double budget; /* mean bits; 0: bits for every channel */
+    uint8_t bits;
+    enum lowkey_scope scope;
+    lowkey_token_scale value_scale;
+    double outliers;
+    int feedback[2], gain[2]; /* keys, values */
+    double weight_clip, weight_floor;
+    int normalised_units;
+};
+
+/* Ours: bits shared out by cost, tables per channel, keys' errors fed back (where the files have what
+ * that takes), values' gain. KVQuant's: keys have one codebook
+ * a layer and each channel's range, values a scale a token; weights as they are, on normalised values. All leave out
+ * the first token, the sink. */
+#define OURS(bits_name, mean_bits)                                                                 \
+    { .name = bits_name, .budget = mean_bits, .bits = 4, .scope = LOWKEY_SCOPE_CHANNEL,            \
+      .feedback = { LOWKEY_FEEDBACK_IF_POSSIBLE, 0 }, .gain = { 0, 1 },                           \
+      .weight_clip = 50, .weight_floor = 1e-3 }
+#define KVQUANT(bits_name, n_bits, fraction)                                                       \
+    { .name = bits_name, .bits = n_bits, .scope = LOWKEY_SCOPE_LAYER,                              \
+      .value_scale = LOWKEY_SCALE_F16, .outliers = fraction, .normalised_units = 1 }
+static const struct preset presets[] = {
+    OURS("2", 2),
+    OURS("3", 3),
+    OURS("4", 4),
+    KVQUANT("kvquant-nuq2", 2, 0),
+    KVQUANT("kvquant-nuq3", 3, 0),
+    KVQUANT("kvquant-nuq4", 4, 0),
+    KVQUANT("kvquant-nuq2-1%", 2, 0.01),
+    KVQUANT("kvquant-nuq3-1%", 3, 0.01),
+    KVQUANT("kvquant-nuq4-1%", 4, 0.01),
+};
+
 int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options)
 {
-    static const char stem[] = "kvquant-nuq";
-    if (strncmp(name, stem, sizeof stem - 1) != 0) return 0;
-    const char *rest = name + sizeof stem - 1;
-    if (rest[0] < '2' || rest[0] > '4' || (rest[1] && strcmp(rest + 1, "-1%") != 0)) return 0;
+    const struct preset *preset = NULL;
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
+        if (strcmp(presets[i].name, name) == 0) preset = &presets[i];
+    if (!preset) return 0;
     for (int which = 0; which < 2; which++) {
         struct lowkey_side_options *side = &options->side[which];
         side->n_widths = 1;
-        side->widths[0] = (uint8_t)(rest[0] - '0');
+        side->widths[0] = preset->bits;
         side->codebook = LOWKEY_CODEBOOK_FITTED;
-        side->scope = LOWKEY_SCOPE_LAYER;
-        side->outlier_fraction = rest[1] ? 0.01 : 0;
+        side->scope = preset->scope;
+        side->outlier_fraction = preset->outliers;
+        side->feedback = preset->feedback[which];
+        side->gain = preset->gain[which];
     }
-    options->side[1].token_scale = LOWKEY_SCALE_F16;
+    options->side[1].token_scale = preset->value_scale;
+    options->budget = preset->budget;
     options->n_sinks = 1;
-    options->weight_clip = options->weight_floor = 0;
-    options->normalised_units = 1;
+    options->weight_clip = preset->weight_clip;
+    options->weight_floor = preset->weight_floor;
+    options->normalised_units = preset->normalised_units;
     return 1;
 }
 
@@ -80,10 +119,34 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
     return LOWKEY_OK;
 }
 
+/* A budget is shared out in tables of each channel's own. */
+static lowkey_status check_budget(const struct lowkey_fit_options *options, lowkey_error *err)
+{
+    const int low = options->low_width, high = options->high_width;
+    if (low < 1 || high > 5 || low > high)
+        return lowkey_fail(err, LOWKEY_EINVAL, "widths that a budget is shared out in are within 1:5, not %d:%d",
+                           low, high);
+    if (options->budget == 0) return LOWKEY_OK;
+    if (!(options->budget >= low && options->budget <= high))
+        return lowkey_fail(err, LOWKEY_EINVAL, "a budget is a mean of its widths, %d to %d bits, not %g", low, high,
+                           options->budget);
+    for (int which = 0; which < 2; which++) {
+        const struct lowkey_side_options *side = &options->side[which];
+        if (side->codebook != LOWKEY_CODEBOOK_FITTED || side->scope != LOWKEY_SCOPE_CHANNEL ||
+            side->token_scale != LOWKEY_SCALE_NONE || side->outlier_fraction > 0)
+            return lowkey_fail(err, LOWKEY_EINVAL,
+                               "%s: a budget goes with fitted tables per channel, without token scales and "
+                               "outliers: give their bits instead",
+                               which ? "values" : "keys");
+    }
+    return LOWKEY_OK;
+}
+
 lowkey_status lowkey_fit_options_check(const struct lowkey_fit_options *options, lowkey_error *err)
 {
     LOWKEY_TRY(check_side(&options->side[0], "keys", err));
     LOWKEY_TRY(check_side(&options->side[1], "values", err));
+    LOWKEY_TRY(check_budget(options, err));
     if (options->n_sinks < 0 || options->n_sinks > 64)
         return lowkey_fail(err, LOWKEY_EINVAL, "0 to 64 sinks, not %d", options->n_sinks);
     if (options->n_queries < 1)

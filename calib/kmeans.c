@@ -55,35 +55,47 @@ static void solve_range(const struct row *row, size_t first, size_t last, size_t
     }
 }
 
-lowkey_status lowkey_partition(size_t n, const struct lowkey_mass *sums, int n_clusters, size_t *ends,
-                               lowkey_error *err)
+lowkey_status lowkey_partitions(size_t n, const struct lowkey_mass *sums, int n_counts, const int *counts,
+                                size_t (*ends)[LOWKEY_MAX_CENTROIDS], lowkey_error *err)
 {
+    const size_t k = (size_t)counts[n_counts - 1];
     if (n >= UINT32_MAX)
         return lowkey_fail(err, LOWKEY_EINVAL, "k-means: %zu runs of data, at most 2^32 - 2", n);
-    const size_t k = (size_t)n_clusters;
     double *best = malloc(2 * (n + 1) * sizeof *best);
     uint32_t *start = malloc(k * (n + 1) * sizeof *start);
     if (!best || !start) {
         free(best);
         free(start);
-        return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu runs and %d centroids", n,
-                           n_clusters);
+        return lowkey_fail(err, LOWKEY_ENOMEM, "k-means: no memory for %zu runs and %zu centroids", n, k);
     }
     double *shorter = best + n + 1;
     for (size_t j = 1; j <= n; j++) best[j] = gain(sums[0], sums[j]);
-    for (size_t c = 1; c < k; c++) { /* c + 1 clusters; each needs a run, and so do the k - c - 1 behind */
+    for (size_t c = 1; c < k; c++) {
         double *swap = best;
         best = shorter;
         shorter = swap;
         const struct row row = { sums, shorter, best, start + c * (n + 1) };
-        const size_t last = n - (k - c - 1);
+        /* c + 1 clusters; each needs a run, and so do the k - c - 1 behind, if only k clusters are wanted */
+        const size_t last = n_counts > 1 ? n : n - (k - c - 1);
         solve_range(&row, c + 1 < k ? c + 1 : last, last, c,
                     last - 1); /* of the last row only j = n is wanted */
     }
-    ends[k - 1] = n;
-    for (size_t c = k - 1; c > 0; c--) ends[c - 1] = start[c * (n + 1) + ends[c]];
+    for (int i = 0; i < n_counts; i++) {
+        const size_t n_clusters = (size_t)counts[i];
+        ends[i][n_clusters - 1] = n;
+        for (size_t c = n_clusters - 1; c > 0; c--) ends[i][c - 1] = start[c * (n + 1) + ends[i][c]];
+    }
     free(best < shorter ? best : shorter);
     free(start);
+    return LOWKEY_OK;
+}
+
+lowkey_status lowkey_partition(size_t n, const struct lowkey_mass *sums, int n_clusters, size_t *ends,
+                               lowkey_error *err)
+{
+    size_t found[1][LOWKEY_MAX_CENTROIDS];
+    LOWKEY_TRY(lowkey_partitions(n, sums, 1, &n_clusters, found, err));
+    memcpy(ends, found[0], (size_t)n_clusters * sizeof *ends);
     return LOWKEY_OK;
 }
 
@@ -274,7 +286,6 @@ static lowkey_status solve_binned(const struct lowkey_runs *runs, int n_clusters
 static lowkey_status solve(const struct lowkey_runs *runs, double origin, int n_centroids,
                            struct lowkey_centroids *out, lowkey_error *err)
 {
-    if (runs->n == 0) return lowkey_fail(err, LOWKEY_EINVAL, "k-means: no value of positive weight");
     size_t ends[LOWKEY_MAX_CENTROIDS];
     const int n_clusters = runs->n < (size_t)n_centroids ? (int)runs->n : n_centroids;
     LOWKEY_TRY(solve_binned(runs, n_clusters, ends, err));
@@ -290,27 +301,73 @@ lowkey_status lowkey_check_centroids(int n_centroids, lowkey_error *err)
                        n_centroids);
 }
 
+/* Sorted values as runs, relative to the middle one. */
+static lowkey_status runs_of_sorted(size_t n, const float *x, const float *w, struct lowkey_runs *runs,
+                                    double *origin, lowkey_error *err)
+{
+    LOWKEY_TRY(lowkey_runs_alloc(runs, n, err));
+    *origin = n ? (double)x[n / 2] : 0;
+    for (size_t i = 0; i < n; i++) {
+        const double weight = w ? (double)w[i] : 1;
+        if (!isfinite(x[i]) || !isfinite(weight) || weight < 0 || (i && x[i] < x[i - 1]))
+            return lowkey_fail(err, LOWKEY_EINVAL,
+                               "k-means: value %zu: %g of weight %g: finite, rising and >= 0 expected", i,
+                               (double)x[i], weight);
+        if (!(weight > 0)) continue;
+        const double d = (double)x[i] - *origin;
+        lowkey_runs_add(runs, d, weight, weight * d);
+        runs->square += weight * d * d;
+    }
+    if (runs->n == 0) return lowkey_fail(err, LOWKEY_EINVAL, "k-means: no value of positive weight");
+    return LOWKEY_OK;
+}
+
 lowkey_status lowkey_kmeans_sorted(size_t n, const float *x, const float *w, int n_centroids,
                                    struct lowkey_centroids *out, lowkey_error *err)
 {
     LOWKEY_TRY(lowkey_check_centroids(n_centroids, err));
-    struct lowkey_runs runs;
-    LOWKEY_TRY(lowkey_runs_alloc(&runs, n, err));
-    const double origin = n ? (double)x[n / 2] : 0;
-    lowkey_status status = LOWKEY_OK;
-    for (size_t i = 0; i < n && status == LOWKEY_OK; i++) {
-        const double weight = w ? (double)w[i] : 1;
-        if (!isfinite(x[i]) || !isfinite(weight) || weight < 0 || (i && x[i] < x[i - 1])) {
-            status = lowkey_fail(err, LOWKEY_EINVAL,
-                                 "k-means: value %zu: %g of weight %g: finite, rising and >= 0 expected", i,
-                                 (double)x[i], weight);
-        } else if (weight > 0) {
-            const double d = (double)x[i] - origin;
-            lowkey_runs_add(&runs, d, weight, weight * d);
-            runs.square += weight * d * d;
-        }
-    }
+    struct lowkey_runs runs = { 0 };
+    double origin;
+    lowkey_status status = runs_of_sorted(n, x, w, &runs, &origin, err);
     if (status == LOWKEY_OK) status = solve(&runs, origin, n_centroids, out, err);
+    lowkey_runs_free(&runs);
+    return status;
+}
+
+static lowkey_status solve_sizes(const struct lowkey_runs *runs, double origin, int n_counts, const int *counts,
+                                 struct lowkey_centroids *out, lowkey_error *err)
+{
+    enum { BINS = 512 };
+    size_t cut[BINS + 3], ends[LOWKEY_MAX_CENTROIDS][LOWKEY_MAX_CENTROIDS];
+    struct lowkey_mass sums[BINS + 3];
+    int clusters[LOWKEY_MAX_CENTROIDS];
+    size_t n_bins = runs->n;
+    if (runs->n > BINS)
+        n_bins = cut_bins(runs, BINS, cut);
+    else
+        for (size_t i = 0; i <= runs->n; i++) cut[i] = i;
+    for (size_t b = 0; b <= n_bins; b++) sums[b] = runs->sums[cut[b]];
+    for (int i = 0; i < n_counts; i++)
+        clusters[i] = (size_t)counts[i] < n_bins ? counts[i] : (int)n_bins;
+    LOWKEY_TRY(lowkey_partitions(n_bins, sums, n_counts, clusters, ends, err));
+    for (int i = 0; i < n_counts; i++) {
+        for (int c = 0; c < clusters[i]; c++) ends[i][c] = cut[ends[i][c]];
+        lowkey_lloyd(runs, clusters[i], ends[i]);
+        lowkey_centroids_of(runs, clusters[i], ends[i], origin, &out[i]);
+        if (runs->n == (size_t)clusters[i]) out[i].cost = 0;
+    }
+    return LOWKEY_OK;
+}
+
+lowkey_status lowkey_kmeans_sizes(size_t n, const float *x, const float *w, int n_counts, const int *counts,
+                                  struct lowkey_centroids *out, lowkey_error *err)
+{
+    LOWKEY_TRY(lowkey_check_centroids(n_counts, err));
+    for (int i = 0; i < n_counts; i++) LOWKEY_TRY(lowkey_check_centroids(counts[i], err));
+    struct lowkey_runs runs = { 0 };
+    double origin;
+    lowkey_status status = runs_of_sorted(n, x, w, &runs, &origin, err);
+    if (status == LOWKEY_OK) status = solve_sizes(&runs, origin, n_counts, counts, out, err);
     lowkey_runs_free(&runs);
     return status;
 }

@@ -27,7 +27,13 @@ lowkey_status lowkey_kmeans_points(size_t n, const float *x, const float *w, int
 lowkey_status lowkey_kmeans_sorted(size_t n, const float *x, const float *w, int n_centroids,
                                    struct lowkey_centroids *out, lowkey_error *err);
 
-/* The same of bins alone: their sums (moments about 0), rising and not overlapping; bins without weight
+/* Codebooks of several sizes at once, for comparing them: counts rising; out: [n_counts]. One dynamic programme
+ * over some 512 bins, then Lloyd's iteration on the values: near the optimum (1 % above it; 32 of
+ * very heavy tails up to 30 %). Memory: 24 bytes a value and 1 MiB. */
+lowkey_status lowkey_kmeans_sizes(size_t n, const float *x, const float *w, int n_counts, const int *counts,
+                                  struct lowkey_centroids *out, lowkey_error *err);
+
+/* The optimum of bins alone: their sums (moments about 0), rising and not overlapping; bins without weight
  * are passed over. square: the sum of w x^2, of which the cost is made. */
 lowkey_status lowkey_kmeans_bins(size_t n, const struct lowkey_mass *bins, double square, int n_centroids,
                                  struct lowkey_centroids *out, lowkey_error *err);

@@ -24,6 +24,10 @@ void lowkey_runs_add(struct lowkey_runs *runs, double value, double weight, doub
 lowkey_status lowkey_partition(size_t n, const struct lowkey_mass *sums, int n_clusters, size_t *ends,
                                lowkey_error *err);
 
+/* The same for several numbers of clusters, rising, none above n: ends[i] as above, of counts[i] clusters. */
+lowkey_status lowkey_partitions(size_t n, const struct lowkey_mass *sums, int n_counts, const int *counts,
+                                size_t (*ends)[LOWKEY_MAX_CENTROIDS], lowkey_error *err);
+
 /* Lloyd's iteration from a partition to a fixed point: never raises the cost. */
 void lowkey_lloyd(const struct lowkey_runs *runs, int n_clusters, size_t *ends);
 

@@ -1,6 +1,7 @@
 /* report.c - what a calibration found, for people and for scripts: a line, or an object, for the keys and
  * the values of each layer. Errors are relative: summed over channels, over the summed variance. */
 #include <stdio.h>
+#include <string.h>
 
 #include <jansson.h>
 
@@ -105,12 +106,40 @@ static void print_notes(const struct lowkey_fit_result *result)
         print_note(result, notes[i], count_note, i);
 }
 
+/* Mean bits of all keys, of all values. */
+static void mean_bits(const struct lowkey_fit_result *result, double bits[2])
+{
+    double n[2] = { 0 };
+    bits[0] = bits[1] = 0;
+    for (int i = 0; i < 2 * result->desc->n_layers; i++) {
+        const struct summary s = summarise(result, i / 2, i % 2);
+        bits[i % 2] += s.bits * (double)s.n_channels;
+        n[i % 2] += (double)s.n_channels;
+    }
+    for (int which = 0; which < 2; which++) bits[which] /= n[which];
+}
+
+static void print_bits(const struct lowkey_fit_result *result)
+{
+    const struct lowkey_fit_record *record = result->record;
+    double bits[2];
+    mean_bits(result, bits);
+    printf("bits: keys %.3f, values %.3f on average", bits[0], bits[1]);
+    if (record->budget > 0)
+        printf(", of a budget of %g; predicted cost: keys %.4g, values %.4g, both %.4g%s", record->budget,
+               record->predicted_cost_key, record->predicted_cost_value,
+               record->predicted_cost_key + record->predicted_cost_value,
+               strcmp(record->sensitivity, "fisher") == 0 ? " nats per token" : " in units of the weights");
+    printf("\n");
+}
+
 static void print_table(const struct lowkey_fit_result *result)
 {
     const struct lowkey_fit_record *record = result->record;
     printf("%s: %d layers, %d samples, %lld tokens without %d sinks each, sensitivity %s, %.1f s\n",
            result->desc->model_name, result->desc->n_layers, record->n_samples, (long long)record->n_tokens,
            result->desc->n_sink_tokens, record->sensitivity, result->seconds);
+    print_bits(result);
     printf("%5s %-5s %5s %8s %8s %6s %6s %10s %8s %9s %9s %9s\n", "layer", "side", "bits", "channels",
            "constant", "offset", "unused", "outliers", "clamped", "saturated", "error", "weighted");
     for (int i = 0; i < result->desc->n_layers; i++)
@@ -154,11 +183,15 @@ static void print_json(const struct lowkey_fit_result *result)
             const struct summary s = summarise(result, i, which);
             json_array_append_new(sides, summary_json(&s));
         }
-    json_t *root = json_pack("{s:s, s:i, s:i, s:I, s:i, s:s, s:f, s:o}", "model", result->desc->model_name,
+    double bits[2];
+    mean_bits(result, bits);
+    json_t *root = json_pack("{s:s, s:i, s:i, s:I, s:i, s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:o}", "model", result->desc->model_name,
                              "layers", result->desc->n_layers, "samples", result->record->n_samples, "tokens",
                              (json_int_t)result->record->n_tokens, "sinks", result->desc->n_sink_tokens,
-                             "sensitivity", result->record->sensitivity, "seconds", result->seconds, "sides",
-                             sides);
+                             "sensitivity", result->record->sensitivity, "key_bits", bits[0], "value_bits", bits[1],
+                             "budget", result->record->budget, "predicted_cost_key",
+                             result->record->predicted_cost_key, "predicted_cost_value",
+                             result->record->predicted_cost_value, "seconds", result->seconds, "sides", sides);
     json_dumpf(root, stdout, JSON_INDENT(1));
     printf("\n");
     json_decref(root);

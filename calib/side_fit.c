@@ -57,7 +57,7 @@ static lowkey_status take_arrays(struct lowkey_side_fit *fit, struct lowkey_pool
     return LOWKEY_OK;
 }
 
-/* Widths in turn: over RoPE pairs and then the other channels of keys, over channels of values; the same
+/* Widths as allocated, or in turn: over RoPE pairs and then the other channels of keys, over channels of values; the same
  * in every head. */
 static void lay_widths(struct lowkey_side_fit *fit, const lowkey_layer_desc *geometry)
 {
@@ -66,8 +66,10 @@ static void lay_widths(struct lowkey_side_fit *fit, const lowkey_layer_desc *geo
     const int rope_dims = fit->which ? 0 : geometry->rope_dims;
     lowkey_default_order(fit->head_dim, rope_dims, geometry->rope_pairing, plain);
     for (int r = 0, turn = 0; r < fit->head_dim; r++) {
-        for (int h = 0; h < fit->n_heads; h++)
-            fit->bits[(size_t)h * (size_t)fit->head_dim + plain[r]] = side->widths[turn % side->n_widths];
+        for (int h = 0; h < fit->n_heads; h++) {
+            const size_t c = (size_t)h * (size_t)fit->head_dim + plain[r];
+            fit->bits[c] = fit->widths ? fit->widths[c] : side->widths[turn % side->n_widths];
+        }
         turn += r >= rope_dims || r % 2;
     }
     for (int h = 0; h < fit->n_heads; h++) {

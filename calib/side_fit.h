@@ -4,6 +4,7 @@
 #define LOWKEY_SIDE_FIT_H
 
 #include "calib/captures.h"
+#include "calib/channel_cost.h"
 #include "calib/command.h"
 #include "calib/fit.h"
 #include "calib/moments.h"
@@ -30,6 +31,8 @@ struct lowkey_side_fit {
     size_t n_channels; /* C = n_heads * head_dim; the arrays below are [C] */
     struct lowkey_weights weights;
     const struct lowkey_grids *grids; /* NULL without a token scale */
+    const uint8_t *widths; /* [C] as allocated; NULL: those of the side's options, in turn */
+    struct lowkey_width_costs *costs; /* [C] columns are to find what widths cost, and no tables; else NULL */
 
     uint8_t *bits, *flags;
     double *low, *high; /* smallest and largest value of all */

@@ -112,6 +112,13 @@ static double payload_bits(const lowkey_side_desc *side, const struct lowkey_sid
     return bits / (double)n;
 }
 
+static double mean_bits(const lowkey_side_desc *side, size_t n)
+{
+    size_t bits = 0;
+    for (size_t c = 0; c < n; c++) bits += side->bits[c];
+    return (double)bits / (double)n;
+}
+
 static double mean(const double *x, size_t n)
 {
     double sum = 0;
@@ -134,6 +141,7 @@ static json_t *describe_side(const lowkey_layer_desc *layer, int which,
     json_t *to = json_pack("{s:i, s:s}", "layer", layer->index, "side", which == 0 ? "key" : "value");
     print_widths(side, n, text, sizeof text);
     set(to, "bits", json_string(text));
+    set(to, "mean_bits", json_real(mean_bits(side, n)));
     set(to, "bits_payload", json_real(payload_bits(side, report, n)));
     print_table(side, report, text, sizeof text);
     set(to, "table", json_string(text));
@@ -163,6 +171,11 @@ static void describe_fit(json_t *to, const struct lowkey_fit_record *record)
     set(fit, "outlier_fraction_key", json_real(record->outlier_fraction_key));
     set(fit, "outlier_fraction_value", json_real(record->outlier_fraction_value));
     set(fit, "damp", json_real(record->damp));
+    if (record->budget > 0) {
+        set(fit, "budget", json_real(record->budget));
+        set(fit, "predicted_cost_key", json_real(record->predicted_cost_key));
+        set(fit, "predicted_cost_value", json_real(record->predicted_cost_value));
+    }
     set(to, "fit", fit);
 }
 

@@ -1,6 +1,7 @@
 /* fit_record_h5.c - how a quantizer was fitted, and how well it did: group /fit, sample hashes, and a report per side. */
 #include "formats/fit_record_h5.h"
 
+#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,26 +59,46 @@ static lowkey_status read_samples(lowkey_h5 *file, struct lowkey_record_box *box
     return LOWKEY_OK;
 }
 
+static lowkey_status read_budget(lowkey_h5 *file, struct lowkey_fit_record *record, lowkey_error *err)
+{
+    LOWKEY_TRY(get_fraction(file, "budget", 16, &record->budget, err));
+    LOWKEY_TRY(get_fraction(file, "predicted_cost_key", DBL_MAX, &record->predicted_cost_key, err));
+    LOWKEY_TRY(get_fraction(file, "predicted_cost_value", DBL_MAX, &record->predicted_cost_value, err));
+    if (record->budget > 0 || record->predicted_cost_key + record->predicted_cost_value == 0) return LOWKEY_OK;
+    return lowkey_h5_fail(file, err, "/fit: attributes predicted_cost_key, _value: expected 0 without a budget, found %g, %g",
+                          record->predicted_cost_key, record->predicted_cost_value);
+}
+
 lowkey_status lowkey_record_read(lowkey_h5 *file, struct lowkey_record_box *box, lowkey_error *err)
 {
     static const char *const no_objects[] = { NULL };
-    static const char *const attributes[] = { "sensitivity",
-                                              "outlier_fraction_key",
-                                              "outlier_fraction_value",
-                                              "damp",
-                                              "n_tokens",
-                                              "text_name",
-                                              "text_sha256",
-                                              NULL };
+    static const char *const attributes[] = {
+        "sensitivity", "outlier_fraction_key", "outlier_fraction_value", "damp",
+        "n_tokens",    "text_name",            "text_sha256",            NULL
+    };
+    static const char *const attributes_1_2[] = { "sensitivity",
+                                                  "outlier_fraction_key",
+                                                  "outlier_fraction_value",
+                                                  "damp",
+                                                  "n_tokens",
+                                                  "text_name",
+                                                  "text_sha256",
+                                                  "budget",
+                                                  "predicted_cost_key",
+                                                  "predicted_cost_value",
+                                                  NULL };
     struct lowkey_fit_record *record = &box->record;
-    int sensitivity;
+    int sensitivity, major, minor;
     char *text_name, *text_sha256;
-    LOWKEY_TRY(lowkey_h5_refuse_others(file, "/fit", no_objects, attributes, err));
+    lowkey_h5_version(file, &major, &minor);
+    LOWKEY_TRY(
+        lowkey_h5_refuse_others(file, "/fit", no_objects, minor < 2 ? attributes : attributes_1_2, err));
     LOWKEY_TRY(lowkey_h5_get_choice(file, "/fit", "sensitivity", sensitivities, &sensitivity, err));
     record->sensitivity = sensitivities[sensitivity];
     LOWKEY_TRY(get_fraction(file, "outlier_fraction_key", 1, &record->outlier_fraction_key, err));
     LOWKEY_TRY(get_fraction(file, "outlier_fraction_value", 1, &record->outlier_fraction_value, err));
     LOWKEY_TRY(get_fraction(file, "damp", 1e30, &record->damp, err));
+    if (minor >= 2) LOWKEY_TRY(read_budget(file, record, err));
     LOWKEY_TRY(lowkey_h5_get_int(file, "/fit", "n_tokens", 0, INT64_MAX, &record->n_tokens, err));
     LOWKEY_TRY(lowkey_h5_get_string(file, "/fit", "text_name", &text_name, err));
     LOWKEY_TRY(lowkey_pool_own(&box->pool, text_name, err));
@@ -107,6 +128,11 @@ lowkey_status lowkey_record_write(lowkey_h5 *file, const struct lowkey_fit_recor
     LOWKEY_TRY(
         lowkey_h5_put_double(file, "/fit", "outlier_fraction_value", record->outlier_fraction_value, err));
     LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "damp", record->damp, err));
+    if (record->budget > 0) {
+        LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "budget", record->budget, err));
+        LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "predicted_cost_key", record->predicted_cost_key, err));
+        LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "predicted_cost_value", record->predicted_cost_value, err));
+    }
     LOWKEY_TRY(lowkey_h5_put_int(file, "/fit", "n_tokens", record->n_tokens, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/fit", "text_name", record->text_name, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/fit", "text_sha256", record->text_sha256, err));

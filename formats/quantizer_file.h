@@ -26,6 +26,8 @@ struct lowkey_fit_record {
     int n_model_layers;
     const char *sensitivity;      /* "none", "fisher", "weight", "attention" */
     double outlier_fraction_key, outlier_fraction_value, damp;
+    double budget; /* mean bits that were shared out by cost; 0: widths were given, and the next two are 0 */
+    double predicted_cost_key, predicted_cost_value; /* see formats/README.md, "quantizer.h5" */
     int64_t n_tokens;
     const char *text_name, *text_sha256; /* joined by ';' */
     int n_samples;

@@ -303,7 +303,8 @@ lowkey_status lowkey_quantizer_write(const char *path, const lowkey_quantizer_de
             "lowkey_quantizer_write: expected a path, a record and its reports, found one missing");
     LOWKEY_TRY(lowkey_quantizer_create(desc, NULL, &quantizer, err));
     const lowkey_quantizer_desc *filled = lowkey_quantizer_describe(quantizer);
-    lowkey_status status = lowkey_h5_create(path, "quantizer", &file, err);
+    lowkey_status status = lowkey_h5_create_minor(
+        path, "quantizer", record->budget > 0 ? 2 : LOWKEY_FORMAT_WRITTEN_MINOR, &file, err);
     if (status == LOWKEY_OK) {
         status = write_all(file, filled, record, err);
         if (status == LOWKEY_OK)

@@ -61,6 +61,11 @@ static void the_factor_splits_the_quadratic_form(void **state)
             for (int k = 0; k < j; k++) d[j] -= d[k] * pow((double)factor[j * D + k], 2);
             assert_true(d[j] > 0);
         }
+        double left[D];
+        assert_ok(lowkey_feedback_left(D, H, order, 0.05, left, &err), err);
+        for (int j = 0; j < D; j++) /* d has f16's factors in it */
+            assert_true(fabs(left[order[j]] - d[j] / damped[order[j] * D + order[j]]) < 0.01);
+        assert_true(left[order[0]] == 1 && left[order[D - 1]] < 0.9);
         for (int i = 0; i < D; i++) e[i] = gsl_ran_ugaussian(rng);
         for (int j = 0; j < D; j++) {
             by_row[j] = e[order[j]];

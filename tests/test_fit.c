@@ -119,7 +119,7 @@ static void presets_are_known_by_name(void **state)
     const char *const good[] = { "kvquant-nuq2", "kvquant-nuq3", "kvquant-nuq4", "kvquant-nuq2-1%",
                                  "kvquant-nuq4-1%" };
     const char *const bad[] = {
-        "kvquant-nuq1", "kvquant-nuq5", "kvquant-nuq", "kvquant-nuq3-2%", "nuq3", ""
+        "kvquant-nuq1", "kvquant-nuq5", "kvquant-nuq", "kvquant-nuq3-2%", "nuq3", "", "1", "5", "2.5"
     };
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         struct lowkey_fit_options o = lowkey_fit_defaults();
@@ -127,7 +127,15 @@ static void presets_are_known_by_name(void **state)
         assert_true(lowkey_fit_preset(good[i], &o));
         assert_ok(lowkey_fit_options_check(&o, &err), err);
         assert_int_equal(o.side[1].widths[0], good[i][11] - '0');
+        assert_true(o.budget == 0);
         assert_true(o.side[0].outlier_fraction == (strstr(good[i], "1%") ? 0.01 : 0));
+    }
+    for (int bits = 2; bits <= 4; bits++) {
+        struct lowkey_fit_options o = lowkey_fit_defaults();
+        lowkey_error err;
+        assert_true(lowkey_fit_preset((const char[]) { (char)('0' + bits), 0 }, &o));
+        assert_ok(lowkey_fit_options_check(&o, &err), err);
+        assert_true(o.budget == bits && o.side[0].feedback == LOWKEY_FEEDBACK_IF_POSSIBLE && o.side[1].gain);
     }
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         struct lowkey_fit_options o = lowkey_fit_defaults();

@@ -637,13 +637,138 @@ def test_interrupted():
         assert not glob.glob(os.path.join(FOLDER, ".lowkey*"))
 
 
+# Widths under a budget.
+
+def pairs_of(layer):
+    """Rows 2i, 2i + 1 of a key's order are RoPE partners; those of it that rotate."""
+    return [(h, *layer.key.order[h, 2 * i:2 * i + 2]) for h in range(layer.key.order.shape[0])
+            for i in range(layer.rope_dims // 2)]
+
+
+def mean_bits(q):
+    bits = np.concatenate([getattr(layer, name).bits.ravel() for layer in q.layers for name in ("key", "value")])
+    return bits.mean(), bits.size
+
+
+def coded_cost(x, g, table, boundary, starts):
+    """(diagonal + coherent) / 2 of a channel's table, in nats per token."""
+    product = g.astype(np.float64) * (table[np.searchsorted(boundary, x)].astype(np.float64) - x)
+    sums = np.add.reduceat(product, starts)
+    return ((product**2).sum() + (sums**2).sum()) / 2 / (2 * len(x))
+
+
+def test_budget_is_spent():
+    """Widths fill the budget to the bit, RoPE pairs share one, the file passes lowkey check and the independent reader"""
+    gradients = ("key", "value", "key_grad", "value_grad")
+    for contents in (gradients, ("key", "value", "query"), ("key", "value", "key_weight", "value_weight"), ("key", "value")):
+        file = made(lengths=(150, 90), contents=contents, rope_dims=8)
+        for budget in (1, 2, 2.3, 3.57, 5):
+            q = fit(f"--budget {budget} --sinks 2", file)
+            mean, n = mean_bits(q)
+            assert mean * n == np.floor(budget * n), f"{contents} {budget}: {mean}"
+            assert q.budget == budget and q.report_json["budget"] == budget
+            for layer in q.layers:
+                assert all(layer.key.bits[h, a] == layer.key.bits[h, b] for h, a, b in pairs_of(layer))
+                for h in range(2):
+                    wide = layer.key.bits[h][layer.key.order[h]][:layer.rope_dims]
+                    assert (np.diff(wide.astype(int)) <= 0).all(), "wide rows first"
+            costs = q.predicted_cost
+            assert all(c > 0 for c in costs) and costs == [q.report_json["predicted_cost_" + s] for s in ("key", "value")]
+            assert (layer.key.factor is not None) == ("query" in contents or contents == gradients)
+    done = subprocess.run([LOWKEY, "check", run("--budget 2.3", file)[1]], capture_output=True, text=True)
+    assert done.returncode == 0 and "good" in done.stdout
+
+
+def test_budget_goes_where_it_pays():
+    """By gradients, predicted costs are those of the tables; no trade of a bit between two channels would lower them"""
+    capture = activations.make(lengths=(150, 90, 60), layers=(0, 2), contents=("key", "value", "key_grad", "value_grad"))
+    file = activations.write(path(), capture)
+    options = "--sinks 2 --gain=none --feedback=none"
+    flat = {b: fit(f"{options} --bits {b} --sensitivity fisher", file) for b in range(1, 6)}
+    kept, starts = np.r_[2:150, 152:240, 242:300], [0, 148, 236]
+
+    def cost(i, name, h, c, b):
+        side, rows = getattr(flat[b].layers[i], name), capture["layers"][(0, 2)[i]]
+        n = side.n_entries[h, c]
+        return coded_cost(rows[name][kept, h, c], rows[name + "_grad"][kept, h, c], side.table[h, c][:n],
+                          side.boundary[h, c][:n - 1], starts)
+
+    q = fit(f"{options} --budget 2.5", file)
+    for which, name in enumerate(("key", "value")):
+        total, gains, losses = 0, [], []
+        for i, layer in enumerate(q.layers):
+            bits = getattr(layer, name).bits
+            units = [(h, a, b) for h, a, b in pairs_of(layer)] if name == "key" else \
+                [(h, c) for h in range(bits.shape[0]) for c in range(bits.shape[1])]
+            for h, *channels in units:
+                at = {b: sum(cost(i, name, h, c, b) for c in channels) / len(channels) for b in range(1, 6)}
+                b = int(bits[h, channels[0]])
+                total += at[b] * len(channels)
+                gains += [(at[b] - at[wider]) / (wider - b) for wider in range(b + 1, 6)]
+                losses += [(at[narrower] - at[b]) / (b - narrower) for narrower in range(1, b)]
+        assert abs(total / q.predicted_cost[which] - 1) < 0.01, (name, total, q.predicted_cost)
+        assert max(gains) <= min(losses) * 1.05, f"{name}: a bit moved gains {max(gains)} and loses {min(losses)}"
+
+
+def test_feedback_takes_its_part_of_the_cost():
+    """What feedback makes up for is taken off the costs: predictions fall, and keys give bits to values"""
+    def change(name, layer, rows):  # gradients of keys with much in common
+        if name == "key_grad":
+            rows += 3 * rows[..., :1]
+    file = made(lengths=(150, 90), contents=("key", "value", "key_grad", "value_grad"), change=change)
+    plain, fed = (fit(f"--budget 2.5 --feedback={f}", file) for f in ("none", "keys"))
+    assert fed.predicted_cost[0] < 0.8 * plain.predicted_cost[0]
+    assert np.mean([layer.key.bits.mean() for layer in fed.layers]) < np.mean([layer.key.bits.mean() for layer in plain.layers])
+
+
+def test_budget_refusals():
+    """Budgets out of range, of no such widths, beside --bits, or with formats of other tables are refused by name"""
+    file = made(layers=(0,))
+    refused("--budget 5.5", file, words=["budget", "5 bits", "5.5"])
+    refused("--budget 0.5", file, words=["budget", "0.5"])
+    refused("--budget 4.5 --widths 2:4", file, words=["2 to 4", "4.5"])
+    refused("--widths 4:2", file, words=["1:5", "4:2"])
+    refused("--widths 1:6", file, words=["--widths"], status=2)
+    refused("--widths 3", file, words=["LOW:HIGH"], status=2)
+    refused("--budget 2 --bits 2", file, words=["--bits and --budget"], status=2)
+    refused("--budget 2 --scope layer", file, words=["budget", "per channel"])
+    refused("--preset 2 --outliers 0.01", file, words=["budget", "outliers"])
+    refused("--preset 2.5", file, words=["2.5"], status=2)
+
+
+def test_presets_of_ours():
+    """Preset 2, 3 and 4 are budgets with feedback and gain where files allow; 4 is what no option means; --bits is flat"""
+    file = made(lengths=(100, 50), contents=("key", "value", "key_grad", "value_grad"))
+    q = {options: fit(options, file) for options in ("", "--preset 4", "--preset 2", "--preset 3", "--preset 2 --bits 2",
+                                                     "--bits 2", "--budget 3", "--preset 3 --widths 2:4")}
+    assert q[""].budget == q["--preset 4"].budget == 4
+    assert all(a.report_json["sides"] == b.report_json["sides"] for a, b in ((q[""], q["--preset 4"]), (q["--budget 3"], q["--preset 3"])))
+    for options, budget in (("--preset 2", 2), ("--preset 3", 3), ("", 4)):
+        side = q[options].layers[0]
+        assert q[options].budget == budget and q[options].n_sink_tokens == 1
+        assert side.key.factor is not None and side.value.factor is None
+        assert (side.value.attributes["gain"], side.key.attributes["gain"]) == (1, 0)
+    flat = q["--preset 2 --bits 2"]
+    assert not hasattr(flat, "budget") and (flat.layers[0].key.bits == 2).all() and flat.layers[0].key.factor is not None
+    assert (q["--bits 2"].layers[0].key.bits == 2).all() and q["--bits 2"].layers[0].key.factor is None
+    assert {int(b) for layer in q["--preset 3 --widths 2:4"].layers for b in layer.value.bits.ravel()} <= {2, 3, 4}
+    bare = fit("--preset 2", made(lengths=(100,), contents=("key", "value")))
+    assert bare.layers[0].key.factor is None and bare.record["sensitivity"] == "none"
+
+
+def test_same_bytes_budget():
+    """The same bytes from 1, 2, 7 threads, shuffled samples, one file or four: a budget by gradients, by queries"""
+    same_bytes("--budget 2.4 --feedback=both", ("key_grad", "value_grad"))
+    same_bytes("--preset 2", ("query",))
+
+
 def test_report():
     """The report is a table, or JSON of the same; text and samples are recorded in the file"""
     file = made(lengths=(40, 30), contents=("key", "value", "query"))
     done, out = run("--bits 2 --outliers 0.05 --sinks 1", file)
     lines = done.stdout.splitlines()
     assert "68 tokens" in lines[0] and "attention" in lines[0]
-    assert [line.split()[:2] for line in lines[2:6]] == [["0", "key"], ["0", "value"], ["1", "key"], ["1", "value"]]
+    assert [line.split()[:2] for line in lines[3:7]] == [["0", "key"], ["0", "value"], ["1", "key"], ["1", "value"]]
     q = fit("--bits 2 --outliers 0.05 --sinks 1", file)
     assert (q.record["text_name"], q.record["n_tokens"], len(q.sample_sha256)) == ("made up", 68, 2)
     side = q.report_json["sides"][1]

@@ -114,6 +114,16 @@ static void few_values_meet_brute_force(void **state)
                 x[j - 1] = tx, w[j - 1] = tw;
             }
         assert_ok(lowkey_kmeans_sorted(n, x, weighted ? w : NULL, k, &sorted, &err), err);
+        const int counts[3] = { 1, (k + 1) / 2, k };
+        struct lowkey_centroids sizes[3];
+        assert_ok(lowkey_kmeans_sizes(n, x, weighted ? w : NULL, 3, counts, sizes, &err), err);
+        for (int i = 0; i < 3; i++) {
+            struct lowkey_centroids alone;
+            assert_ok(lowkey_kmeans_sorted(n, x, weighted ? w : NULL, counts[i], &alone, &err), err);
+            check_form(&sizes[i], counts[i]);
+            assert_int_equal(sizes[i].n, alone.n);
+            assert_true(fabs(sizes[i].cost - alone.cost) <= 1e-12 * fmax(sizes[0].cost, 1e-18));
+        }
         const double want = least_cost(n, x, w, k);
         double scale = 0;
         for (size_t i = 0; i < n; i++) scale += (double)w[i] * pow((double)x[i] - (double)x[n / 2], 2);
@@ -355,10 +365,37 @@ static void bins_alone_give_the_best_cut_on_their_edges(void **state)
                    "no value of positive weight");
 }
 
+static void codebooks_of_all_sizes_at_once_are_near_the_best(void **state)
+{
+    (void)state;
+    enum { N = 30000 };
+    static const int counts[5] = { 2, 4, 8, 16, 32 };
+    gsl_rng *rng = gsl_rng_alloc(gsl_rng_mt19937);
+    float *x = malloc(N * sizeof *x), *w = malloc(N * sizeof *w);
+    lowkey_error err;
+    for (int shape = 0; shape < N_SHAPES; shape++) {
+        fill(rng, (enum shape)shape, 1, N, x, w);
+        w[0] = 1;
+        qsort(x, N, sizeof *x, compare_floats);
+        struct lowkey_centroids sizes[5], best;
+        assert_ok(lowkey_kmeans_sizes(N, x, w, 5, counts, sizes, &err), err);
+        for (int i = 0; i < 5; i++) {
+            assert_ok(lowkey_kmeans_sorted(N, x, w, counts[i], &best, &err), err);
+            check_form(&sizes[i], counts[i]);
+            assert_int_equal(sizes[i].n, best.n);
+            assert_true(sizes[i].cost <= best.cost * (shape == NORMAL || counts[i] < 16 ? 1.01 : 1.3) + 1e-30);
+        }
+    }
+    free(x);
+    free(w);
+    gsl_rng_free(rng);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(few_values_meet_brute_force),
+        cmocka_unit_test(codebooks_of_all_sizes_at_once_are_near_the_best),
         cmocka_unit_test(many_values_are_never_worse_than_lloyd),
         cmocka_unit_test(entries_agree_on_a_million_values),
         cmocka_unit_test(fewer_values_than_centroids_are_kept_exactly),

@@ -84,6 +84,13 @@ def spoil(*cases):
             raise AssertionError(f"where {words!r} was expected: {error}") from error
 
 
+def budget(f, budget=2.25, key=0.5, value=0, version=2, without=None):
+    """Make the file one of version 1.2, which says of what budget its widths are."""
+    f.attrs["schema_version"] = np.array([1, version], np.int32)
+    f["fit"].attrs.update({n: float(v) for n, v in (("budget", budget), ("predicted_cost_key", key), ("predicted_cost_value", value))
+                           if n != without})
+
+
 def attr(group, name, value):
     return lambda f: f[group].attrs.__setitem__(name, value)
 
@@ -134,6 +141,20 @@ def test_strings_of_any_kind():
     opened()
 
 
+def test_budgets():
+    """From version 1.2 a quantizer says of what budget its widths are, 0 for none; before it does not"""
+    for what in ({}, dict(budget=0, key=0), dict(budget=16)):
+        good()
+        with h5py.File(PATH, "r+") as f:
+            budget(f, **what)
+        opened()
+    spoil(*[(lambda f, what=what: budget(f, **what), words) for what, words in (
+        (dict(version=1), "budget"), (dict(version=0), "budget"), (dict(without="budget"), "budget"),
+        (dict(without="predicted_cost_value"), "predicted_cost_value"), (dict(budget=17), "17"), (dict(budget=-1), "-1"),
+        (dict(key=-0.5), "predicted_cost_key"), (dict(value=float("nan")), "predicted_cost_value"),
+        (dict(budget=0), "without a budget"))])
+
+
 def test_unknown_names():
     """At our version what the document does not name is refused; at a greater minor version it is ignored"""
     extras = [lambda f: f.attrs.__setitem__("note", "x"), lambda f: f.create_dataset("note", data=[1]),
@@ -145,6 +166,7 @@ def test_unknown_names():
     with h5py.File(PATH, "r+") as f:
         for how in extras:
             how(f)
+        budget(f)
         f.attrs["schema_version"] = np.array([1, 7], np.int32)
     opened()
 

@@ -98,7 +98,9 @@ static void same_record(const struct lowkey_fit_record *a, const struct lowkey_f
     assert_string_equal(a->sensitivity, b->sensitivity);
     assert_true(a->outlier_fraction_key == b->outlier_fraction_key &&
                 a->outlier_fraction_value == b->outlier_fraction_value);
-    assert_true(a->damp == b->damp && a->n_tokens == b->n_tokens);
+    assert_true(a->damp == b->damp && a->n_tokens == b->n_tokens && a->budget == b->budget);
+    assert_true(a->predicted_cost_key == b->predicted_cost_key &&
+                a->predicted_cost_value == b->predicted_cost_value);
     assert_string_equal(a->text_name, b->text_name);
     assert_string_equal(a->text_sha256, b->text_sha256);
     assert_int_equal(a->n_samples, b->n_samples);
@@ -205,6 +207,7 @@ static void everything_survives_and_is_written_again_alike(void **state)
                                                .side = { sides[i], sides[(i + 2) % N] } };
         lowkey_quantizer_desc *desc = lowkey_test_desc_make(&spec);
         struct lowkey_fit_record *record = make_record(desc), *got_record;
+        if (i % 2) record->budget = 2.25, record->predicted_cost_key = 1.0 / 3, record->predicted_cost_value = 1e-300;
         lowkey_quantizer *quantizer, *opened;
         assert_ok(lowkey_quantizer_write(first_path, desc, record, &err), err);
         assert_ok(lowkey_quantizer_read(first_path, &quantizer, &got_record, &err), err);
