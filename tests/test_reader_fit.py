@@ -31,6 +31,8 @@ FITS = [
     ("--key-bits 16 --key-rule-16 bf16 --value-bits 16", ""),
     ("--bits 3 --codebook normal_float --scope head --token-scale f16 --scale-block 16", "query"),
     ("--key-bits 2,8,4 --value-bits 3,16 --token-scale f32 --outliers 0.1 --feedback", "query"),
+    ("--budget 2.3 --feedback=both --sinks 3", "key_grad value_grad"),
+    ("--preset 2", "query"),
 ]
 
 
