@@ -54,6 +54,17 @@ static lowkey_status settle_feedback(const lowkey_captures *captures, struct low
     return LOWKEY_OK;
 }
 
+/* Tables may be refitted where they are fitted, static and of each channel's own, and hold all values. */
+static void settle_refit(enum lowkey_sensitivity sensitivity, struct lowkey_fit_options *options)
+{
+    for (int which = 0; which < 2; which++) {
+        struct lowkey_side_options *side = &options->side[which];
+        if (side->refit == LOWKEY_REFIT_AUTO)
+            side->refit = sensitivity == LOWKEY_SENSITIVITY_FISHER && lowkey_has_plain_tables(side) ? 2 : 0;
+        if (!side->feedback) side->refit = 0; /* without it the values are quantized as they are */
+    }
+}
+
 /* Passes over the tokens of a layer, for progress: of each side its columns, its scales, its corrections,
  * its report; before, of a budget, what widths cost. */
 static double passes(const lowkey_captures *captures, const struct lowkey_fit_options *options,
@@ -63,7 +74,7 @@ static double passes(const lowkey_captures *captures, const struct lowkey_fit_op
     int n = attends + (options->budget > 0 ? attends + 2 : 0);
     for (int which = 0; which < 2; which++) {
         const struct lowkey_side_options *side = &options->side[which];
-        n += 2 + (side->token_scale != LOWKEY_SCALE_NONE) + (side->gain || side->qnorm);
+        n += 2 + side->refit + (side->token_scale != LOWKEY_SCALE_NONE) + (side->gain || side->qnorm);
     }
     return n;
 }
@@ -161,6 +172,7 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
         status = lowkey_choose_sensitivity(options->sensitivity, result->captures->contents,
                                            result->captures->some_contents, &sensitivity, err);
     if (status == LOWKEY_OK) status = settle_feedback(result->captures, options, err);
+    if (status == LOWKEY_OK) settle_refit(sensitivity, options);
     if (status == LOWKEY_OK) status = fit_layers(result, options, out, sensitivity, err);
     if (status == LOWKEY_OK) status = fill_record(result, options, sensitivity, err);
     if (status == LOWKEY_OK) status = lowkey_quantizer_write(out, &result->desc, &result->record, err);

@@ -19,6 +19,7 @@ enum lowkey_sensitivity {
 
 enum { LOWKEY_MAX_WIDTHS = 64 };
 enum { LOWKEY_FEEDBACK_IF_POSSIBLE = 2 }; /* where the files have what it takes */
+enum { LOWKEY_REFIT_AUTO = -1 }; /* 2 with feedback and gradients, where tables are static ones per channel, else 0 */
 
 struct lowkey_side_options { /* of keys, or of values */
     int n_widths; /* widths of channels in turn: RoPE pair by pair for keys, channel by channel for values */
@@ -32,6 +33,7 @@ struct lowkey_side_options { /* of keys, or of values */
     int outlier_cap; /* a token; 0: four times what the fraction says for limit, all for rank */
     int outlier_page_capacity; /* 0: one and a half times what the fraction says for limit, all for rank */
     int feedback; /* 0, 1, or LOWKEY_FEEDBACK_IF_POSSIBLE */
+    int refit; /* rounds of fitting tables again to what feedback makes of the values; LOWKEY_REFIT_AUTO */
     int gain, qnorm;
 };
 

@@ -35,6 +35,9 @@ static const char usage[] =
     "  --[..]qnorm               match the spread after quantization\n"
     "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both, none\n"
     "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both, none\n"
+    "  --refit N                 rounds of fitting tables again to what is left once errors are fed back (2 by "
+    "gradients,\n"
+    "                            else 0: without their weights it does harm)\n"
     "  --damp F                  of the feedback's matrix (0.05)\n"
     "  --samples FIRST:END       of every file only samples FIRST..END-1 (all): the others are for "
     "measuring\n"
@@ -76,6 +79,7 @@ enum other_option {
     FEEDBACK,
     BUDGET,
     WIDTHS,
+    REFITS,
     DAMP,
     SAMPLES,
     SINKS,
@@ -96,6 +100,7 @@ static const struct option other_options[] = {
     { "widths", required_argument, NULL, WIDTHS },
     { "gain", optional_argument, NULL, GAIN },
     { "feedback", optional_argument, NULL, FEEDBACK },
+    { "refit", required_argument, NULL, REFITS },
     { "samples", required_argument, NULL, SAMPLES },
     { "damp", required_argument, NULL, DAMP },
     { "sinks", required_argument, NULL, SINKS },
@@ -237,6 +242,11 @@ static int parse_other(struct command *command, int which, const char *option)
         break;
     case BUDGET: return lowkey_parse_double("fit", option, optarg, 0x1p-20, 16, &o->budget);
     case WIDTHS: return parse_width_range(option, optarg, o);
+    case REFITS:
+        return parse_number(option, optarg, 0, 100, &o->side[0].refit) ||
+                       parse_number(option, optarg, 0, 100, &o->side[1].refit)
+                   ? 2
+                   : 0;
     case DAMP: return lowkey_parse_double("fit", option, optarg, 1e-9, 1e9, &o->damp);
     case SAMPLES: return lowkey_parse_range("fit", option, optarg, &o->first_sample, &o->end_sample);
     case SINKS: return parse_number(option, optarg, 0, 64, &o->n_sinks);

@@ -10,7 +10,11 @@
 struct lowkey_fit_options lowkey_fit_defaults(void)
 {
     const struct lowkey_side_options side = {
-        .n_widths = 1, .widths = { 4 }, .rule_8 = LOWKEY_RULE_E4M3, .rule_16 = LOWKEY_RULE_F16
+        .n_widths = 1,
+        .widths = { 4 },
+        .rule_8 = LOWKEY_RULE_E4M3,
+        .rule_16 = LOWKEY_RULE_F16,
+        .refit = LOWKEY_REFIT_AUTO,
     };
     return (struct lowkey_fit_options) {
         .side = { side, side },
@@ -85,6 +89,12 @@ int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options)
     return 1;
 }
 
+int lowkey_has_plain_tables(const struct lowkey_side_options *side)
+{
+    return side->codebook == LOWKEY_CODEBOOK_FITTED && side->scope == LOWKEY_SCOPE_CHANNEL &&
+           side->token_scale == LOWKEY_SCALE_NONE && side->outlier_fraction == 0;
+}
+
 static lowkey_status check_side(const struct lowkey_side_options *side, const char *name, lowkey_error *err)
 {
     int any_table = 0, any_one = 0, any_packed = 0;
@@ -113,6 +123,9 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: 16 bits have no outliers", name);
     if (!any_table && (side->gain || side->qnorm))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a correction belongs to widths of 1 to 5 bits", name);
+    if (side->refit > 0 && side->feedback && !lowkey_has_plain_tables(side))
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: refitting goes with fitted tables per channel, without token scales and outliers", name);
     if (side->gain && side->qnorm)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: gain and Q-Norm correct the same spread: choose one",
                            name);
@@ -130,15 +143,12 @@ static lowkey_status check_budget(const struct lowkey_fit_options *options, lowk
     if (!(options->budget >= low && options->budget <= high))
         return lowkey_fail(err, LOWKEY_EINVAL, "a budget is a mean of its widths, %d to %d bits, not %g", low, high,
                            options->budget);
-    for (int which = 0; which < 2; which++) {
-        const struct lowkey_side_options *side = &options->side[which];
-        if (side->codebook != LOWKEY_CODEBOOK_FITTED || side->scope != LOWKEY_SCOPE_CHANNEL ||
-            side->token_scale != LOWKEY_SCALE_NONE || side->outlier_fraction > 0)
+    for (int which = 0; which < 2; which++)
+        if (!lowkey_has_plain_tables(&options->side[which]))
             return lowkey_fail(err, LOWKEY_EINVAL,
                                "%s: a budget goes with fitted tables per channel, without token scales and "
                                "outliers: give their bits instead",
                                which ? "values" : "keys");
-    }
     return LOWKEY_OK;
 }
 

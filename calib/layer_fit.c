@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "calib/feedback.h"
+#include "calib/refit.h"
 #include "runtime/error.h"
 
 static int has(const lowkey_captures *captures, enum lowkey_stream stream)
@@ -146,10 +147,35 @@ static lowkey_status fit_side(struct lowkey_layer_fit *fit, int which, struct lo
     return LOWKEY_OK;
 }
 
-/* Pack both sides with the tables as they are: for the corrections where correct is set, else for the
- * report. */
-static lowkey_status pack_layer(struct lowkey_layer_fit *fit, lowkey_layer_desc *layer, int correct,
-                                lowkey_error *err)
+enum purpose { REFIT, CORRECT, REPORT };
+
+/* Is a pass of packing for that of any use to the side? round: of refits, from 0. */
+static int wants(const struct lowkey_side_fit *side, enum purpose purpose, int round)
+{
+    if (purpose == REFIT) return side->n_table && round < side->side->refit;
+    return purpose == REPORT || (side->n_table && (side->side->gain || side->side->qnorm));
+}
+
+static lowkey_status pack_side(struct lowkey_side_fit *side, enum purpose purpose,
+                               const struct lowkey_side *packed, lowkey_error *err)
+{
+    struct lowkey_pool pool = { 0 };
+    struct lowkey_moments moments;
+    lowkey_status status;
+    if (purpose == REFIT)
+        status = lowkey_refit(side, packed, err);
+    else
+        status = lowkey_side_fit_pack(side, packed, &moments, &pool, err);
+    if (status == LOWKEY_OK && purpose == CORRECT) lowkey_side_fit_correct(side, &moments);
+    if (status == LOWKEY_OK && purpose == REPORT) lowkey_side_fit_report(side, &moments);
+    if (status == LOWKEY_OK && purpose != REPORT) lowkey_side_fit_store(side);
+    lowkey_pool_free(&pool);
+    return status;
+}
+
+/* Pack the sides that want it with the tables as they are. */
+static lowkey_status pack_layer(struct lowkey_layer_fit *fit, lowkey_layer_desc *layer, enum purpose purpose,
+                                int round, lowkey_error *err)
 {
     layer->key = fit->side[0].desc;
     layer->value = fit->side[1].desc;
@@ -161,22 +187,9 @@ static lowkey_status pack_layer(struct lowkey_layer_fit *fit, lowkey_layer_desc 
     lowkey_quantizer *quantizer;
     LOWKEY_TRY(lowkey_quantizer_create(&desc, NULL, &quantizer, err));
     lowkey_status status = LOWKEY_OK;
-    for (int which = 0; which < 2 && status == LOWKEY_OK; which++) {
-        struct lowkey_side_fit *side = &fit->side[which];
-        const int corrects = side->n_table && (side->side->gain || side->side->qnorm);
-        if (correct && !corrects) continue;
-        struct lowkey_pool pool = { 0 };
-        struct lowkey_moments moments;
-        status = lowkey_side_fit_pack(side, &lowkey_quantizer_layer_at(quantizer, 0)->side[which], &moments,
-                                      &pool, err);
-        if (status == LOWKEY_OK && correct) {
-            lowkey_side_fit_correct(side, &moments);
-            lowkey_side_fit_store(side);
-        } else if (status == LOWKEY_OK) {
-            lowkey_side_fit_report(side, &moments);
-        }
-        lowkey_pool_free(&pool);
-    }
+    for (int which = 0; which < 2 && status == LOWKEY_OK; which++)
+        if (wants(&fit->side[which], purpose, round))
+            status = pack_side(&fit->side[which], purpose, &lowkey_quantizer_layer_at(quantizer, 0)->side[which], err);
     lowkey_quantizer_free(quantizer);
     return status;
 }
@@ -197,8 +210,11 @@ lowkey_status lowkey_layer_fit_run(struct lowkey_layer_fit *fit, lowkey_layer_de
     fit->store[0].fd = fit->store[1].fd = -1;
     lowkey_status status = attend(fit, err);
     for (int which = 0; which < 2 && status == LOWKEY_OK; which++) status = fit_side(fit, which, pool, err);
-    if (status == LOWKEY_OK) status = pack_layer(fit, layer, 1, err);
-    if (status == LOWKEY_OK) status = pack_layer(fit, layer, 0, err);
+    for (int round = 0; status == LOWKEY_OK && (wants(&fit->side[0], REFIT, round) || wants(&fit->side[1], REFIT, round));
+         round++)
+        status = pack_layer(fit, layer, REFIT, round, err);
+    if (status == LOWKEY_OK) status = pack_layer(fit, layer, CORRECT, 0, err);
+    if (status == LOWKEY_OK) status = pack_layer(fit, layer, REPORT, 0, err);
     end(fit);
     return status;
 }

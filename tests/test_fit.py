@@ -239,7 +239,7 @@ def test_fisher_is_the_squared_gradient():
     layer = capture["layers"][0]
     weights = dict(capture, contents=["key", "value", "key_weight", "value_weight"],
                    layers={0: {**layer, **{f"{s}_weight": layer[f"{s}_grad"] ** 2 for s in ("key", "value")}}})
-    fisher = fit("--bits 3 --sinks 2 --sensitivity fisher --feedback=both --damp 0.03", activations.write(path(), capture))
+    fisher = fit("--bits 3 --sinks 2 --sensitivity fisher --feedback=both --refit 0 --damp 0.03", activations.write(path(), capture))
     weight = fit("--bits 3 --sinks 2 --sensitivity weight", activations.write(path(), weights))
     equal = fit("--bits 3 --sinks 2 --sensitivity none", activations.write(path(), capture))
     kept = np.r_[2:400, 402:430]
@@ -260,7 +260,7 @@ def test_feedback_lowers_the_metric():
     """With feedback from gradients, what keys' errors cost in g'e is lower, and codes alone changed"""
     capture = activations.make(lengths=(400,), layers=(0,), contents=("key", "value", "key_grad", "value_grad"))
     file = activations.write(path(), capture)
-    plain, fed = (fit(f"--bits 2 {o}", file).layers[0].key for o in ("", "--feedback"))
+    plain, fed = (fit(f"--bits 2 {o}", file).layers[0].key for o in ("", "--feedback --refit 0"))
     assert np.array_equal(plain.table, fed.table) and np.array_equal(plain.boundary, fed.boundary)
     assert fed.attributes["feedback"] == 1 and np.any(fed.factor)
     grad, x = (capture["layers"][0][n].astype(np.float64) for n in ("key_grad", "key"))
@@ -754,6 +754,47 @@ def test_presets_of_ours():
     assert {int(b) for layer in q["--preset 3 --widths 2:4"].layers for b in layer.value.bits.ravel()} <= {2, 3, 4}
     bare = fit("--preset 2", made(lengths=(100,), contents=("key", "value")))
     assert bare.layers[0].key.factor is None and bare.record["sensitivity"] == "none"
+
+
+def refit_by_hand(x, w, side, h):
+    """One round over the tables of a head: what each code's targets average to, weighted; x, w [T, D]."""
+    D, order = x.shape[1], side.order[h]
+    e, targets = np.zeros(x.shape), np.zeros(x.shape)
+    codes = np.zeros(x.shape, int)
+    for j in range(D - 1, -1, -1):
+        c, n = order[j], side.n_entries[h, order[j]]
+        t = x[:, c] - sum(side.factor[h, i, j] * e[:, order[i]] for i in range(j + 1, D))
+        codes[:, c] = np.searchsorted(side.boundary[h, c][:n - 1], t)
+        e[:, c] = side.table[h, c][codes[:, c]] - x[:, c]
+        targets[:, c] = t
+    return [[np.average(targets[codes[:, c] == k, c], weights=w[codes[:, c] == k, c]) if (codes[:, c] == k).any() else
+             side.table[h, c][k] for k in range(side.n_entries[h, c])] for c in range(D)]
+
+
+def test_refit():
+    """A refit gives each entry the weighted mean of what its code quantizes once errors are fed back"""
+    capture = activations.make(lengths=(150, 90), layers=(2,), contents=("key", "value", "key_grad", "value_grad"))
+    file = activations.write(path(), capture)
+    kept = np.r_[2:150, 152:240]
+    none, once, auto, two = (fit(f"--bits 2 --feedback=both --sinks 2 {more}", file).layers[0]
+                             for more in ("--refit 0", "--refit 1", "", "--refit 2"))
+    for name in ("key", "value"):
+        x, g = (capture["layers"][2][name + s][kept].astype(np.float64) for s in ("", "_grad"))
+        before, after = getattr(none, name), getattr(once, name)
+        assert np.array_equal(before.factor, after.factor)
+        for h in range(x.shape[1]):
+            w = np.stack([tamed(g[:, h, c] ** 2) for c in range(x.shape[2])], 1)
+            want = refit_by_hand(x[:, h], w, before, h)
+            for c, entries in enumerate(want):
+                scale = np.ptp(x[:, h, c])
+                assert np.allclose(after.table[h, c][:len(entries)], entries, atol=1e-3 * scale), f"{name} {h} {c}"
+                n = len(entries)
+                assert np.allclose(after.boundary[h, c][:n - 1], (np.array(entries)[1:] + np.array(entries)[:-1]) / 2, atol=1e-3 * scale)
+        assert np.array_equal(getattr(auto, name).table, getattr(two, name).table)
+        assert not np.array_equal(getattr(two, name).table, after.table)
+    queries = made(layers=(0,), contents=("key", "value", "query"))  # no gradients: no refit by itself
+    assert np.array_equal(*(fit(f"--bits 2 --feedback {more}", queries).layers[0].key.table for more in ("", "--refit 0")))
+    refused("--bits 2 --feedback --outliers 0.01 --refit 1", queries, words=["refitting", "outliers"])
 
 
 def test_same_bytes_budget():
