@@ -159,7 +159,7 @@ def assert_evaluates(path, ids, tolerance):
     done = subprocess.run([LOWKEY, "eval", "--model", path, "--tokens", tokens_file(ids, int(model.root["vocab_size"])),
                            "--window", str(len(ids)), "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["perplexity"]
+    found = json.loads(done.stdout)["formats"][0]["perplexity"]
     assert abs(found / want - 1) < tolerance, (found, want)
 
 
