@@ -65,6 +65,14 @@ static void settle_refit(enum lowkey_sensitivity sensitivity, struct lowkey_fit_
     }
 }
 
+static void settle_widths(enum lowkey_sensitivity sensitivity, struct lowkey_fit_options *options)
+{
+    const int by_gradient = sensitivity == LOWKEY_SENSITIVITY_FISHER;
+    if (options->low_width != 0 || options->high_width != 0) return;
+    options->low_width = by_gradient || options->budget < 2 ? 1 : 2;
+    options->high_width = by_gradient || options->budget > 4 ? 5 : 4;
+}
+
 /* Passes over the tokens of a layer, for progress: of each side its columns, its scales, its corrections,
  * its report; before, of a budget, what widths cost. */
 static double passes(const lowkey_captures *captures, const struct lowkey_fit_options *options,
@@ -173,6 +181,7 @@ lowkey_status lowkey_fit(int n_paths, const char *const *paths, const char *out,
                                            result->captures->some_contents, &sensitivity, err);
     if (status == LOWKEY_OK) status = settle_feedback(result->captures, options, err);
     if (status == LOWKEY_OK) settle_refit(sensitivity, options);
+    if (status == LOWKEY_OK) settle_widths(sensitivity, options);
     if (status == LOWKEY_OK) status = fit_layers(result, options, out, sensitivity, err);
     if (status == LOWKEY_OK) status = fill_record(result, options, sensitivity, err);
     if (status == LOWKEY_OK) status = lowkey_quantizer_write(out, &result->desc, &result->record, err);

@@ -40,7 +40,9 @@ struct lowkey_side_options { /* of keys, or of values */
 struct lowkey_fit_options {
     struct lowkey_side_options side[2]; /* keys, values */
     double budget; /* mean bits of all elements, shared out by cost in place of the sides' widths; 0: none */
-    int low_width, high_width; /* of what a budget is shared out in: 1 to 5 */
+    /* Of what a budget is shared out in: 1 to 5; both 0: 1 to 5 by gradients, else 2 to 4 and what the budget needs
+     * beyond: costs that know nothing of a common direction of errors give too many channels one bit. */
+    int low_width, high_width;
     int first_sample, end_sample; /* of every file: samples first..end-1; end 0: to the file's end */
     int n_sinks;
     lowkey_rule sink_rule; /* F16 or BF16 */

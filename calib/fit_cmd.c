@@ -19,7 +19,7 @@ static const char usage[] =
     "  --budget F                mean bits of all elements, shared out over channels by what their errors cost; "
     "given\n"
     "                            without a preset it changes preset 4\n"
-    "  --widths LOW:HIGH         of a budget (1:5)\n"
+    "  --widths LOW:HIGH         of a budget (1:5 by gradients, else 2:4)\n"
     "  --[key-|value-]bits N     1 to 5, 8 or 16 instead of a budget; N,M,...: by RoPE pair of keys, by channel "
     "of\n"
     "                            values, in turn\n"

@@ -18,8 +18,6 @@ struct lowkey_fit_options lowkey_fit_defaults(void)
     };
     return (struct lowkey_fit_options) {
         .side = { side, side },
-        .low_width = 1,
-        .high_width = 5,
         .sink_rule = LOWKEY_RULE_F16,
         .n_queries = 128,
         .weight_clip = 50,
@@ -135,7 +133,8 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
 /* A budget is shared out in tables of each channel's own. */
 static lowkey_status check_budget(const struct lowkey_fit_options *options, lowkey_error *err)
 {
-    const int low = options->low_width, high = options->high_width;
+    const int is_chosen = options->low_width != 0 || options->high_width != 0;
+    const int low = is_chosen ? options->low_width : 1, high = is_chosen ? options->high_width : 5;
     if (low < 1 || high > 5 || low > high)
         return lowkey_fail(err, LOWKEY_EINVAL, "widths that a budget is shared out in are within 1:5, not %d:%d",
                            low, high);

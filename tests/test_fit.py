@@ -666,6 +666,9 @@ def test_budget_is_spent():
             q = fit(f"--budget {budget} --sinks 2", file)
             mean, n = mean_bits(q)
             assert mean * n == np.floor(budget * n), f"{contents} {budget}: {mean}"
+            widths = {int(b) for layer in q.layers for name in ("key", "value") for b in getattr(layer, name).bits.ravel()}
+            if contents != gradients:  # without gradients: 2 to 4, and what the budget needs beyond
+                assert widths <= set(range(1 if budget < 2 else 2, (5 if budget > 4 else 4) + 1)), (contents, budget, widths)
             assert q.budget == budget and q.report_json["budget"] == budget
             for layer in q.layers:
                 assert all(layer.key.bits[h, a] == layer.key.bits[h, b] for h, a, b in pairs_of(layer))
