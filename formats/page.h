@@ -40,6 +40,22 @@ LOWKEY_INLINE void lowkey_code_set(uint8_t *page, const struct lowkey_row *row, 
     if (lowkey_has_top_bit(row->bits)) lowkey_plane_set(page + row->top_offset, 1, slot, code >> row->wide_bits);
 }
 
+/* The entry of a table that a code of a trellis stands for; next, after: codes of the next two rows, 0 behind the last. */
+LOWKEY_INLINE unsigned lowkey_trellis_entry(unsigned code, unsigned next, unsigned after)
+{
+    return code >> 1 << 2 | ((code ^ after) & 1) << 1 | (next & 1);
+}
+
+/* The number of the entry at row r: the code itself without a trellis. rows: [head_dim], all of the page's. */
+LOWKEY_INLINE unsigned lowkey_entry_get(const uint8_t *page, const struct lowkey_row *rows, int head_dim, int r, int slot,
+                                        int trellis)
+{
+    const unsigned code = lowkey_code_get(page, &rows[r], slot);
+    if (!trellis) return code;
+    return lowkey_trellis_entry(code, r + 1 < head_dim ? lowkey_code_get(page, &rows[r + 1], slot) : 0,
+                                r + 2 < head_dim ? lowkey_code_get(page, &rows[r + 2], slot) : 0);
+}
+
 struct lowkey_outlier { /* one entry of a side page, 4 bytes, little-endian */
     uint16_t channel;   /* h * head_dim + c, over all KV heads of the layer */
     uint16_t residual;  /* f16, times 2^exponent of the channel: what is added to its reconstruction */

@@ -9,14 +9,16 @@
 struct lowkey_head {               /* one KV head; arrays by row, not by channel */
     const struct lowkey_row *rows; /* [head_dim] */
     const float *table;            /* [head_dim][table_entries]; NULL: no channel has a table */
-    const float *boundary;         /* [head_dim][table_entries - 1] */
+    const float *boundary;         /* [head_dim][table_entries - 1]; NULL with a trellis */
     const uint8_t *n_boundary;     /* [head_dim] boundaries in use: n_entries - 1, 0 where there is no table */
     const float *factor;           /* [head_dim][head_dim], factor[i][j] for rows i > j; NULL: no feedback */
+    const float *metric_weight;    /* [head_dim]; NULL: no trellis */
     uint32_t page_bytes;
 };
 
 struct lowkey_side {
     int n_heads, head_dim, table_entries;
+    int trellis;                     /* survivors of a state that packing keeps; 0: no trellis */
     const struct lowkey_head *heads; /* [n_heads] */
     const float *lower, *upper;      /* [n_heads][head_dim] by channel */
     const float *unit;               /* [n_heads][head_dim] 2^exponent: the unit of stored residuals */

@@ -104,10 +104,10 @@ typedef struct lowkey_side_desc {
     size_t struct_size;
     const uint8_t *bits;         /* [H][D], each 1..5, 8 or 16 */
     const uint16_t *order;       /* [H][D], row r of a page holds channel order[h][r]; NULL: lowkey_default_order */
-    int table_entries;           /* E: 0 (no channel has a table) or 2..32 */
-    const uint8_t *n_entries;    /* [H][D], 0 for channels without a table; NULL: 2^bits */
+    int table_entries;           /* E: 0 (no channel has a table) or 2..32; 4..64 with a trellis */
+    const uint8_t *n_entries;    /* [H][D], 0 for channels without a table; NULL: 2^bits, 2^(bits+1) with a trellis */
     const float *table;          /* [H][D][E], in the units of x (of scale_t where there is one) */
-    const float *boundary;       /* [H][D][E-1], rising; code = the number of boundaries below x */
+    const float *boundary;       /* [H][D][E-1], rising; code = the number of boundaries below x. NULL with a trellis */
     const float *center;         /* [H][D]; table = fl32(center + h * 2^exponent), h exact in f16; NULL: 0 */
     const int16_t *exponent;     /* [H][D], -126..112; also the unit of stored outlier residuals; NULL: 0 */
     const float *lower, *upper;  /* [H][D], the fitted range; with LOWKEY_OUTLIER_LIMIT the outlier limits */
@@ -120,6 +120,10 @@ typedef struct lowkey_side_desc {
     int outlier_cap;             /* at most so many a token, 0 only with NONE */
     int outlier_page_capacity;   /* at most so many a page of 64 tokens, over all KV heads */
     const float *factor;         /* [H][D][D] error feedback by row: factor[i][j], i > j, exact in f16; NULL: none */
+    const float *metric_weight;  /* [H][D] > 0, of a trellis: weight of a row's squared error in the search; else NULL */
+    int trellis;                 /* 0: none; 1, 2, 4: rows are trellis coded, tables have up to 2^(b+1) entries, boundary is
+                                    NULL, and packing keeps so many survivors a state. formats/README.md, "Pages" */
+    int reserved;                /* 0 */
 } lowkey_side_desc;
 
 typedef struct lowkey_layer_desc {
