@@ -21,6 +21,7 @@ static const struct subcommand {
 } subcommands[] = {
     { "capture", lowkey_capture_cmd, "run text through a model and write its keys, values and queries" },
     { "fit", lowkey_fit_cmd, "fit a quantizer to captured activations" },
+    { "tune", lowkey_tune_cmd, "tune a quantizer's tables on what its errors do to a model's predictions" },
     { "error", lowkey_error_cmd, "what formats do to attention, from captured activations" },
     { "cost", lowkey_cost_cmd, "what formats will cost in loss, predicted from captured gradients" },
     { "eval", lowkey_eval_cmd, "perplexity of a model on a text" },
