@@ -9,6 +9,8 @@
 # make model-gemma     Gemma 3 270M, under Gemma's own terms, and WikiText-2 in its tokens
 # make V=1             with the commands in full
 # make damage          what formats do to attention, all layers, into experiments/results (half an hour)
+# make quality         what formats cost in loss and KL: the main table, a plot; quality-full, quality-texts, quality-ablation
+#                      the others (scripts/quality_lists.sh says what is fitted and measured; many hours)
 # make fit-scale       calibration's time, memory, determinism, into experiments/results
 # make bench-solvers   codebook solvers side by side, into experiments/results/solvers.csv
 # make install PREFIX=/usr/local [DESTDIR=]
@@ -81,10 +83,11 @@ $B/%.c.o: %.c Makefile | build/.packages
 	$(if $q,@echo '  $@')
 	$q$(CC) $(cppflags) $(CPPFLAGS) $$(pkg-config --cflags $(packages) cmocka) $(CFLAGS) $(cflags) -c -o $@ $<
 
-# The commit that the command says it is of; written where it has changed.
+# The commit that the command says it is of; written where it has changed. Results and prose do not change what it does.
 $B/commit.h: FORCE
 	@mkdir -p $(@D)
-	@commit=$$(git describe --always --dirty --match=none 2>/dev/null || echo unknown); \
+	@commit=$$(git describe --always --match=none 2>/dev/null) || commit=unknown; \
+	    [ $$commit = unknown ] || git diff --quiet HEAD -- . ':!experiments/results' ':!*.md' || commit=$$commit-dirty; \
 	    echo "#define LOWKEY_COMMIT \"$$commit\"" | cmp -s - $@ || echo "#define LOWKEY_COMMIT \"$$commit\"" >$@
 $B/experiments/commit.c.o: $B/commit.h
 $B/experiments/commit.c.o: cppflags += -include $B/commit.h
@@ -153,6 +156,14 @@ damage: $(capture) all build/venv/.done
 	awk -v commit="$$(git rev-parse --short HEAD)" '{ print $$0 "," (NR == 1 ? "commit" : commit) }' build/damage/damage.csv \
 	    >experiments/results/damage.csv
 	cp build/damage/damage.png experiments/results/
+
+# What formats cost in loss and KL, into experiments/results; each goes on where it was stopped.
+quality := quality quality-captures quality-fit quality-full quality-ablation
+.PHONY: $(quality) quality-texts
+$(quality) quality-texts: all build/venv/.done
+	scripts/quality.sh $(patsubst quality-%,%,$(@:quality=quality-short))
+$(quality): $(models)
+quality-texts: model texts model-gemma texts-gemma
 
 # Calibration's time, memory and determinism.
 fit-scale: all build/venv/.done $(models)

@@ -258,10 +258,23 @@ int lowkey_eval_print_json(const struct lowkey_eval_report *report, FILE *to)
     return good;
 }
 
+/* A cell holds no list: the windows become "2 7 11". */
+static int write_windows_as_text(const struct lowkey_eval_request *request, json_t *settings)
+{
+    const size_t size = (size_t)request->n_windows * 24 + 1;
+    char *text = calloc(size, 1);
+    size_t n = 0;
+    for (int i = 0; text && i < request->n_windows; i++)
+        n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? " " : "", (long long)request->windows[i]);
+    const int good = text && json_object_set_new(settings, "windows", json_string(text)) == 0;
+    free(text);
+    return good;
+}
+
 int lowkey_eval_print_csv(const struct lowkey_eval_report *report, FILE *to)
 {
     json_t *settings = make_settings(report);
-    int good = settings != NULL;
+    int good = settings && write_windows_as_text(report->request, settings);
     for (int f = -1; good && f < report->request->n_formats; f++) {
         json_t *row = make_row(report, f);
         good = row && json_object_update(row, settings) == 0;

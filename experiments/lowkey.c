@@ -79,7 +79,8 @@ int main(int argc, char **argv)
     fill_standard_streams();
     lowkey_blas_core_choose(argv);
     if (argc < 2) return print_usage(stderr), 2;
-    if (strcmp(argv[1], "--version") == 0) return printf("lowkey %s\n", lowkey_version()), check_stdout("--version", 0);
+    if (strcmp(argv[1], "--version") == 0)
+        return printf("lowkey %s %s\n", lowkey_version(), lowkey_commit()), check_stdout("--version", 0);
     const int asks_help = strcmp(argv[1], "help") == 0 || strcmp(argv[1], "--help") == 0;
     if (asks_help && argc == 2) return print_usage(stdout), check_stdout("help", 0);
     const struct subcommand *s = find(argv[asks_help ? 2 : 1]);

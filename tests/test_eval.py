@@ -106,6 +106,7 @@ def test_figures():
             assert abs(of_json[key] - want) < 1e-9 and abs(float(row[key]) - want) < 1e-9, (key, row, want)
             assert of_json[key + "_low"] <= want + 1e-12 and want <= of_json[key + "_high"] + 1e-12, (key, of_json)
         assert row["simulated"] == ("true" if row["label"] == "mine" else "false") and row["window"] == "64"
+        assert row["windows"] == "0 1 2" and found["windows"] == [0, 1, 2]
     f16, int3 = found["formats"][1:]
     assert f16["bits_payload"] == 16 and f16["bits_held"] > 16 and int3["bits_held"] is None and int3["sinks"] == 1
     assert 3 < int3["bits_payload"] < 3.2 and int3["kl_low"] > f16["kl_high"]

@@ -116,7 +116,7 @@ check "shared libraries are links by soname" bash -c "
     cd '$prefix/lib' && for l in liblowkey liblowkey-h5; do
         [ -L \$l.so ] && [ -L \$l.so.0 ] && [ -f \$l.so.0.1 ] &&
         readelf -d \$l.so.0.1 | grep -q \"SONAME.*\[\$l.so.0\]\" || exit 1; done"
-check "the installed command runs" bash -c "'$prefix/bin/lowkey' --version | grep -qx 'lowkey 0.1'"
+check "the installed command runs" bash -c "'$prefix/bin/lowkey' --version | grep -qE '^lowkey 0\.1 [0-9a-z-]+$'"
 
 export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
 c=(cc -std=c11 -pedantic -Wall -Wextra -Werror "${sanitize[@]}" "$work/program.c")
