@@ -57,8 +57,8 @@ static lowkey_status check(const struct lowkey_tune_request *request, lowkey_err
     const int64_t n = lowkey_samples_count(request->tokens, request->length, request->length);
     for (int i = 0; i < 2; i++)
         if (ranges[i].first < 0 || ranges[i].first >= ranges[i].end || ranges[i].end > n)
-            return lowkey_fail(err, LOWKEY_EINVAL, "windows %d:%d %s: the text has %lld of %d tokens", ranges[i].first,
-                               ranges[i].end, ranges[i].name, (long long)n, request->length);
+            return lowkey_fail(err, LOWKEY_EINVAL, "windows %d:%d %s: the text has %lld of %d tokens",
+                               ranges[i].first, ranges[i].end, ranges[i].name, (long long)n, request->length);
     if (overlap(ranges[0].first, ranges[0].end, ranges[1].first, ranges[1].end))
         return lowkey_fail(err, LOWKEY_EINVAL, "windows %d:%d to tune on and %d:%d to validate on overlap",
                            ranges[0].first, ranges[0].end, ranges[1].first, ranges[1].end);
@@ -107,7 +107,8 @@ struct run {
 
 static const int32_t *tokens_of(const struct lowkey_tune_request *request, int window)
 {
-    return request->tokens->tokens + lowkey_samples_start(request->tokens, request->length, request->length, window);
+    return request->tokens->tokens +
+           lowkey_samples_start(request->tokens, request->length, request->length, window);
 }
 
 /* What a pass costs, forward alone being 1. */
@@ -127,7 +128,8 @@ static double count_passes(const struct lowkey_tune_request *request, const stru
     const int n = request->end_validation - request->first_validation;
     double passes = n;
     for (int s = state->done; s <= request->steps; s++)
-        passes += (s < request->steps ? 4 : 0) + (is_validated(request, s) && isnan(state->log[s].validation) ? n : 0);
+        passes += (s < request->steps ? 4 : 0) +
+                  (is_validated(request, s) && isnan(state->log[s].validation) ? n : 0);
     return passes;
 }
 
@@ -148,7 +150,8 @@ static lowkey_status take(struct run *run, lowkey_error *err)
     return lowkey_tune_pass_create(request->model, request->length, request->n_threads, &run->pass, err);
 }
 
-static lowkey_status validate_windows(struct run *run, const lowkey_quantizer *quantizer, double *kl, lowkey_error *err)
+static lowkey_status validate_windows(struct run *run, const lowkey_quantizer *quantizer, double *kl,
+                                      lowkey_error *err)
 {
     const struct lowkey_tune_request *request = run->request;
     const int n = request->end_validation - request->first_validation;
@@ -161,7 +164,9 @@ static lowkey_status validate_windows(struct run *run, const lowkey_quantizer *q
             LOWKEY_TRY(lowkey_tune_reference(run->pass, tokens, reference, err));
             LOWKEY_TRY(passed(run, 1, err));
         }
-        const struct lowkey_tune_measure measure = { .quantizer = quantizer, .tokens = tokens, .reference = reference };
+        const struct lowkey_tune_measure measure = { .quantizer = quantizer,
+                                                     .tokens = tokens,
+                                                     .reference = reference };
         LOWKEY_TRY(lowkey_tune_kl(run->pass, &measure, &of_window, err));
         LOWKEY_TRY(passed(run, 1, err));
         *kl += of_window / n;
@@ -182,7 +187,8 @@ static lowkey_status validate(struct run *run, const lowkey_quantizer *quantizer
         state->best_step = state->done;
         memcpy(state->tables->best, state->tables->move, state->tables->n * sizeof *state->tables->best);
     }
-    if (run->request->on_validation) run->request->on_validation(run->request->user, state->done, kl, is_best);
+    if (run->request->on_validation)
+        run->request->on_validation(run->request->user, state->done, kl, is_best);
     return LOWKEY_OK;
 }
 
@@ -223,17 +229,20 @@ static lowkey_status advance(struct run *run, lowkey_error *err)
     lowkey_status status = LOWKEY_OK;
     if (is_validated(request, state->done) && isnan(state->log[state->done].validation)) {
         status = validate(run, quantizer, err);
-        if (status == LOWKEY_OK && request->checkpoint) status = lowkey_tune_checkpoint_write(request, state, err);
+        if (status == LOWKEY_OK && request->checkpoint)
+            status = lowkey_tune_checkpoint_write(request, state, err);
     }
     if (status == LOWKEY_OK && state->done < request->steps) {
         status = step(run, quantizer, err);
-        if (status == LOWKEY_OK && request->checkpoint) status = lowkey_tune_checkpoint_write(request, state, err);
+        if (status == LOWKEY_OK && request->checkpoint)
+            status = lowkey_tune_checkpoint_write(request, state, err);
     }
     lowkey_quantizer_free(quantizer);
     return status;
 }
 
-lowkey_status lowkey_tune(const struct lowkey_tune_request *request, struct lowkey_tune_state *state, lowkey_error *err)
+lowkey_status lowkey_tune(const struct lowkey_tune_request *request, struct lowkey_tune_state *state,
+                          lowkey_error *err)
 {
     struct run run = { .request = request, .state = state };
     double best = INFINITY;
@@ -245,7 +254,8 @@ lowkey_status lowkey_tune(const struct lowkey_tune_request *request, struct lowk
     }
     lowkey_status status = take(&run, err);
     lowkey_progress_start(&run.progress, "tune", count_passes(request, state));
-    while (status == LOWKEY_OK && (state->done < request->steps || isnan(state->log[request->steps].validation)))
+    while (status == LOWKEY_OK &&
+           (state->done < request->steps || isnan(state->log[request->steps].validation)))
         status = advance(&run, err);
     lowkey_progress_end(&run.progress);
     lowkey_tune_pass_free(run.pass);

@@ -55,7 +55,7 @@ lowkey_status lowkey_tune(const struct lowkey_tune_request *request, struct lowk
                           lowkey_error *err);
 
 /* Write the quantizer of the best state. Its report is of the windows tuned on (formats/README.md, "report"). */
-lowkey_status lowkey_tune_write(const struct lowkey_tune_request *request, const struct lowkey_tune_state *state,
-                                const char *path, lowkey_error *err);
+lowkey_status lowkey_tune_write(const struct lowkey_tune_request *request,
+                                const struct lowkey_tune_state *state, const char *path, lowkey_error *err);
 
 #endif

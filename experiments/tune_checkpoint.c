@@ -10,9 +10,10 @@
 #include "runtime/error.h"
 
 enum { LENGTH, FIRST, END, FIRST_VALIDATION, END_VALIDATION, STEPS, EVERY, SEED, N_SETTINGS };
-static const char *const setting_names[N_SETTINGS] = {
-    "length", "first-window", "end-window", "validation's first", "validation's end", "steps", "validate", "seed"
-};
+static const char *const setting_names[N_SETTINGS] = { "length",           "first-window",
+                                                       "end-window",       "validation's first",
+                                                       "validation's end", "steps",
+                                                       "validate",         "seed" };
 enum { MODEL, TOKENS, QUANTIZER, N_HASHES };
 static const char *const hash_names[N_HASHES] = { "model", "tokens", "quantizer" };
 
@@ -47,15 +48,17 @@ static lowkey_status hash_quantizer(const struct lowkey_tune_request *request, u
         lowkey_sha256_add(sha256, side->upper, C * sizeof *side->upper);
         lowkey_sha256_add(sha256, request->record->reports[i / 2][i % 2].mse, C * sizeof(double));
         if (E) lowkey_sha256_add(sha256, side->table, C * E * sizeof *side->table);
-        if (E && side->boundary) lowkey_sha256_add(sha256, side->boundary, C * (E - 1) * sizeof *side->boundary);
+        if (E && side->boundary)
+            lowkey_sha256_add(sha256, side->boundary, C * (E - 1) * sizeof *side->boundary);
         if (side->factor) lowkey_sha256_add(sha256, side->factor, C * D * sizeof *side->factor);
-        if (side->metric_weight) lowkey_sha256_add(sha256, side->metric_weight, C * sizeof *side->metric_weight);
+        if (side->metric_weight)
+            lowkey_sha256_add(sha256, side->metric_weight, C * sizeof *side->metric_weight);
     }
     return lowkey_sha256_end(sha256, digest, err);
 }
 
-static lowkey_status make_head(const struct lowkey_tune_request *request, const struct lowkey_tune_state *state,
-                               struct head *head, lowkey_error *err)
+static lowkey_status make_head(const struct lowkey_tune_request *request,
+                               const struct lowkey_tune_state *state, struct head *head, lowkey_error *err)
 {
     const int64_t settings[N_SETTINGS] = { [LENGTH] = request->length,
                                            [FIRST] = request->first_window,
@@ -91,8 +94,9 @@ static size_t table_bytes(const struct lowkey_tune_state *state)
     return 4 * state->tables->n * sizeof *state->tables->move; /* one block */
 }
 
-static lowkey_status hash_state(const struct head *head, const struct lowkey_tune_step *log, const double *tables,
-                                const struct lowkey_tune_state *of, unsigned char digest[32], lowkey_error *err)
+static lowkey_status hash_state(const struct head *head, const struct lowkey_tune_step *log,
+                                const double *tables, const struct lowkey_tune_state *of,
+                                unsigned char digest[32], lowkey_error *err)
 {
     struct head copy = *head;
     lowkey_sha256 *sha256 = lowkey_sha256_begin();
@@ -121,7 +125,8 @@ lowkey_status lowkey_tune_checkpoint_write(const struct lowkey_tune_request *req
     return status;
 }
 
-static lowkey_status compare(const char *path, const struct head *found, const struct head *wanted, lowkey_error *err)
+static lowkey_status compare(const char *path, const struct head *found, const struct head *wanted,
+                             lowkey_error *err)
 {
     if (memcmp(found->magic, wanted->magic, sizeof found->magic) != 0)
         return lowkey_fail(err, LOWKEY_EFORMAT, "%s: no checkpoint of this version of lowkey tune", path);
@@ -130,35 +135,38 @@ static lowkey_status compare(const char *path, const struct head *found, const s
             char of_file[65], of_run[65];
             lowkey_sha256_print(found->hashes[i], of_file);
             lowkey_sha256_print(wanted->hashes[i], of_run);
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: its %s is %.16s, of this run %.16s", path, hash_names[i],
-                               of_file, of_run);
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: its %s is %.16s, of this run %.16s", path,
+                               hash_names[i], of_file, of_run);
         }
     for (int i = 0; i < N_SETTINGS; i++)
         if (found->settings[i] != wanted->settings[i])
-            return lowkey_fail(err, LOWKEY_EINVAL, "%s: its %s is %lld, of this run %lld", path, setting_names[i],
-                               (long long)found->settings[i], (long long)wanted->settings[i]);
+            return lowkey_fail(err, LOWKEY_EINVAL, "%s: its %s is %lld, of this run %lld", path,
+                               setting_names[i], (long long)found->settings[i],
+                               (long long)wanted->settings[i]);
     if (found->rate != wanted->rate)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: its rate is %g, of this run %g", path, found->rate, wanted->rate);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: its rate is %g, of this run %g", path, found->rate,
+                           wanted->rate);
     return LOWKEY_OK;
 }
 
 /* What follows the head, into log and tables. */
 static lowkey_status read_body(FILE *file, const char *path, const struct head *head,
-                               const struct lowkey_tune_state *state, struct lowkey_tune_step *log, double *tables,
-                               lowkey_error *err)
+                               const struct lowkey_tune_state *state, struct lowkey_tune_step *log,
+                               double *tables, lowkey_error *err)
 {
     unsigned char digest[32] = { 0 };
     const int whole = head->n == (int64_t)state->tables->n && head->done >= 0 && head->done <= state->steps &&
-                      fread(log, log_bytes(state), 1, file) == 1 && fread(tables, table_bytes(state), 1, file) == 1 &&
-                      fgetc(file) == EOF;
+                      fread(log, log_bytes(state), 1, file) == 1 &&
+                      fread(tables, table_bytes(state), 1, file) == 1 && fgetc(file) == EOF;
     if (whole) LOWKEY_TRY(hash_state(head, log, tables, state, digest, err));
     if (!whole || memcmp(digest, head->sha256, sizeof digest) != 0)
-        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: not what was written; without it, the run begins anew", path);
+        return lowkey_fail(err, LOWKEY_EFORMAT, "%s: not what was written; without it, the run begins anew",
+                           path);
     return LOWKEY_OK;
 }
 
-static lowkey_status read_state(FILE *file, const struct lowkey_tune_request *request, struct lowkey_tune_state *state,
-                                lowkey_error *err)
+static lowkey_status read_state(FILE *file, const struct lowkey_tune_request *request,
+                                struct lowkey_tune_state *state, lowkey_error *err)
 {
     const char *path = request->checkpoint;
     struct head head, wanted;
@@ -182,8 +190,8 @@ static lowkey_status read_state(FILE *file, const struct lowkey_tune_request *re
     return status;
 }
 
-lowkey_status lowkey_tune_checkpoint_read(const struct lowkey_tune_request *request, struct lowkey_tune_state *state,
-                                          lowkey_error *err)
+lowkey_status lowkey_tune_checkpoint_read(const struct lowkey_tune_request *request,
+                                          struct lowkey_tune_state *state, lowkey_error *err)
 {
     FILE *file = fopen(request->checkpoint, "rb");
     if (!file && errno == ENOENT) return LOWKEY_OK;

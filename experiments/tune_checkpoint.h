@@ -10,7 +10,7 @@ lowkey_status lowkey_tune_checkpoint_write(const struct lowkey_tune_request *req
                                            const struct lowkey_tune_state *state, lowkey_error *err);
 /* Where there is no file, the state stays as it is. One of another model, text, quantizer or with other settings is refused
  * with both values, and so is one that is not what was written. */
-lowkey_status lowkey_tune_checkpoint_read(const struct lowkey_tune_request *request, struct lowkey_tune_state *state,
-                                          lowkey_error *err);
+lowkey_status lowkey_tune_checkpoint_read(const struct lowkey_tune_request *request,
+                                          struct lowkey_tune_state *state, lowkey_error *err);
 
 #endif

@@ -47,10 +47,13 @@ struct options {
 
 static int check(int argc, char **argv, const struct options *options)
 {
-    const char *inputs[] = { options->model, options->tokens, options->quantizer, options->out, options->checkpoint };
+    const char *inputs[] = { options->model, options->tokens, options->quantizer, options->out,
+                             options->checkpoint };
     if (optind < argc) return lowkey_command_usage("tune", "'%s' is not expected", argv[optind]);
-    if (!options->model || !options->tokens || !options->quantizer || !options->out || !options->validation[1])
-        return lowkey_command_usage("tune", "--model, --tokens, --quantizer, --out and --validation are needed");
+    if (!options->model || !options->tokens || !options->quantizer || !options->out ||
+        !options->validation[1])
+        return lowkey_command_usage("tune",
+                                    "--model, --tokens, --quantizer, --out and --validation are needed");
     int wrong = lowkey_check_output("tune", "--out", options->out, 3, inputs);
     if (!wrong && options->checkpoint)
         wrong = lowkey_check_output("tune", "--checkpoint", options->checkpoint, 4, inputs);
@@ -62,15 +65,41 @@ static int check(int argc, char **argv, const struct options *options)
 /* 0: go on; -1: help was asked for; 2: wrong usage */
 static int parse(int argc, char **argv, struct options *options)
 {
-    enum { MODEL = 256, TOKENS, QUANTIZER, OUT, LENGTH, FIRST, END, VALIDATION, EVERY, STEPS, RATE, SEED, CHECKPOINT,
-           LOG, THREADS };
+    enum {
+        MODEL = 256,
+        TOKENS,
+        QUANTIZER,
+        OUT,
+        LENGTH,
+        FIRST,
+        END,
+        VALIDATION,
+        EVERY,
+        STEPS,
+        RATE,
+        SEED,
+        CHECKPOINT,
+        LOG,
+        THREADS
+    };
     static const struct option known[] = {
-        { "model", 1, 0, MODEL },   { "tokens", 1, 0, TOKENS },         { "quantizer", 1, 0, QUANTIZER },
-        { "out", 1, 0, OUT },       { "length", 1, 0, LENGTH },         { "first-window", 1, 0, FIRST },
-        { "end-window", 1, 0, END }, { "validation", 1, 0, VALIDATION }, { "validate", 1, 0, EVERY },
-        { "steps", 1, 0, STEPS },   { "rate", 1, 0, RATE },             { "seed", 1, 0, SEED },
-        { "log", 1, 0, LOG },       { "checkpoint", 1, 0, CHECKPOINT }, { "threads", 1, 0, THREADS },
-        { "help", 0, 0, 'h' },      { 0 },
+        { "model", 1, 0, MODEL },
+        { "tokens", 1, 0, TOKENS },
+        { "quantizer", 1, 0, QUANTIZER },
+        { "out", 1, 0, OUT },
+        { "length", 1, 0, LENGTH },
+        { "first-window", 1, 0, FIRST },
+        { "end-window", 1, 0, END },
+        { "validation", 1, 0, VALIDATION },
+        { "validate", 1, 0, EVERY },
+        { "steps", 1, 0, STEPS },
+        { "rate", 1, 0, RATE },
+        { "seed", 1, 0, SEED },
+        { "log", 1, 0, LOG },
+        { "checkpoint", 1, 0, CHECKPOINT },
+        { "threads", 1, 0, THREADS },
+        { "help", 0, 0, 'h' },
+        { 0 },
     };
     const int64_t most = 1 << 30;
     int wrong = 0;
@@ -83,16 +112,23 @@ static int parse(int argc, char **argv, struct options *options)
         case OUT: options->out = optarg; break;
         case CHECKPOINT: options->checkpoint = optarg; break;
         case LOG: options->log = optarg; break;
-        case LENGTH: wrong = lowkey_parse_int("tune", "--length", optarg, 2, 1 << 24, &options->length); break;
-        case FIRST: wrong = lowkey_parse_int("tune", "--first-window", optarg, 0, most, &options->first); break;
+        case LENGTH:
+            wrong = lowkey_parse_int("tune", "--length", optarg, 2, 1 << 24, &options->length);
+            break;
+        case FIRST:
+            wrong = lowkey_parse_int("tune", "--first-window", optarg, 0, most, &options->first);
+            break;
         case END: wrong = lowkey_parse_int("tune", "--end-window", optarg, 1, most, &options->end); break;
         case EVERY: wrong = lowkey_parse_int("tune", "--validate", optarg, 1, most, &options->every); break;
         case STEPS: wrong = lowkey_parse_int("tune", "--steps", optarg, 1, 1 << 24, &options->steps); break;
         case RATE: wrong = lowkey_parse_double("tune", "--rate", optarg, 1e-9, 10, &options->rate); break;
         case SEED: wrong = lowkey_parse_int("tune", "--seed", optarg, 0, INT64_MAX, &options->seed); break;
-        case THREADS: wrong = lowkey_parse_int("tune", "--threads", optarg, 1, 256, &options->n_threads); break;
+        case THREADS:
+            wrong = lowkey_parse_int("tune", "--threads", optarg, 1, 256, &options->n_threads);
+            break;
         case VALIDATION:
-            wrong = lowkey_parse_range("tune", "--validation", optarg, &options->validation[0], &options->validation[1]);
+            wrong = lowkey_parse_range("tune", "--validation", optarg, &options->validation[0],
+                                       &options->validation[1]);
             break;
         case 'h': return fputs(usage, stdout), -1;
         default: return 2;
@@ -104,7 +140,8 @@ static int parse(int argc, char **argv, struct options *options)
 static void print_validation(void *user, int step, double kl, int is_best)
 {
     (void)user;
-    printf("after %d steps: KL %.6f nats per token%s\n", step, kl, is_best && step ? ", the best so far" : "");
+    printf("after %d steps: KL %.6f nats per token%s\n", step, kl,
+           is_best && step ? ", the best so far" : "");
     fflush(stdout);
 }
 
@@ -138,7 +175,8 @@ static lowkey_status tune(const struct options *options, const struct lowkey_tun
                           struct lowkey_tune_state *state, lowkey_error *err)
 {
     LOWKEY_TRY(lowkey_tune_begin(request, state, err));
-    if (state->done) fprintf(stderr, "lowkey tune: %s: %d steps are made already\n", options->checkpoint, state->done);
+    if (state->done)
+        fprintf(stderr, "lowkey tune: %s: %d steps are made already\n", options->checkpoint, state->done);
     lowkey_status status = lowkey_tune(request, state, err);
     if (options->log && (status == LOWKEY_OK || status == LOWKEY_ECANCELLED)) {
         lowkey_error of_log;
@@ -147,13 +185,15 @@ static lowkey_status tune(const struct options *options, const struct lowkey_tun
     }
     if (status == LOWKEY_OK) status = lowkey_tune_write(request, state, options->out, err);
     if (status == LOWKEY_ECANCELLED && options->checkpoint)
-        return lowkey_fail(err, status, "interrupted; the %d steps made are in %s, and the same command goes on",
+        return lowkey_fail(err, status,
+                           "interrupted; the %d steps made are in %s, and the same command goes on",
                            state->done, options->checkpoint);
     return status;
 }
 
-static lowkey_status run(const struct options *options, const lowkey_model *model, const lowkey_tokens *tokens,
-                         const lowkey_quantizer *quantizer, const struct lowkey_fit_record *record, lowkey_error *err)
+static lowkey_status run(const struct options *options, const lowkey_model *model,
+                         const lowkey_tokens *tokens, const lowkey_quantizer *quantizer,
+                         const struct lowkey_fit_record *record, lowkey_error *err)
 {
     const struct lowkey_identity of_model = lowkey_identity_of_model(options->model, model);
     struct lowkey_identity fitted = lowkey_identity_of_quantizer(options->quantizer,
@@ -185,16 +225,17 @@ static lowkey_status run(const struct options *options, const lowkey_model *mode
     const lowkey_status status = tune(options, &request, &state, err);
     if (status == LOWKEY_OK)
         printf("%s: %s, KL %.6f of %.6f\n", options->out,
-               state.best_step ? "the tables of the best step" : "no step was better: as it was", state.best_kl,
-               state.log[0].validation);
+               state.best_step ? "the tables of the best step" : "no step was better: as it was",
+               state.best_kl, state.log[0].validation);
     lowkey_tune_state_free(&state);
     return status;
 }
 
 int lowkey_tune_cmd(int argc, char **argv)
 {
-    struct options options = { .length = 1024, .steps = 100, .every = 10, .seed = 1, .rate = 0.05,
-                               .n_threads = lowkey_cpu_count() };
+    struct options options = {
+        .length = 1024, .steps = 100, .every = 10, .seed = 1, .rate = 0.05, .n_threads = lowkey_cpu_count()
+    };
     const int wrong = parse(argc, argv, &options);
     if (wrong) return wrong < 0 ? 0 : wrong;
     lowkey_catch_interrupts();

@@ -11,7 +11,8 @@
 
 struct walk;
 /* Row (channel c of head h) of a page: entries of its tokens first..end-1, by slot. */
-typedef void row_fn(const struct walk *walk, int which, int h, int c, int first, int end, const uint8_t *entry);
+typedef void row_fn(const struct walk *walk, int which, int h, int c, int first, int end,
+                    const uint8_t *entry);
 
 struct walk {
     const struct lowkey_entry_layer *of;
@@ -37,7 +38,8 @@ static void name_entries(const struct lowkey_side *side, int h, const uint8_t *p
     const struct lowkey_row *rows = side->heads[h].rows;
     for (int r = 0; r < side->head_dim; r++)
         for (int s = first; s < end; s++)
-            entry[rows[r].channel][s] = (uint8_t)lowkey_entry_get(page, rows, side->head_dim, r, s, side->trellis);
+            entry[rows[r].channel][s] = (uint8_t)lowkey_entry_get(page, rows, side->head_dim, r, s,
+                                                                  side->trellis);
 }
 
 static lowkey_status walk_page(const struct walk *walk, int which, int h, int page,
@@ -50,7 +52,8 @@ static lowkey_status walk_page(const struct walk *walk, int which, int h, int pa
     const void *bytes;
     size_t n_bytes;
     if (first >= end) return LOWKEY_OK;
-    LOWKEY_TRY(lowkey_cache_page(walk->of->cache, 0, walk->of->index, page, which, h, &bytes, &n_bytes, NULL));
+    LOWKEY_TRY(
+        lowkey_cache_page(walk->of->cache, 0, walk->of->index, page, which, h, &bytes, &n_bytes, NULL));
     name_entries(side, h, bytes, slot, slot_end, entry);
     for (int c = 0; c < side->head_dim; c++) walk->row(walk, which, h, c, first, end, entry[c]);
     return LOWKEY_OK;
@@ -68,16 +71,19 @@ static lowkey_status run_walk(struct walk *walk, lowkey_error *err)
 {
     int n_threads = walk->of->n_threads;
     walk->layer = lowkey_quantizer_layer(walk->of->quantizer, walk->of->index);
-    if (!walk->layer) return lowkey_fail(err, LOWKEY_EINVAL, "the quantizer has no layer %d", walk->of->index);
+    if (!walk->layer)
+        return lowkey_fail(err, LOWKEY_EINVAL, "the quantizer has no layer %d", walk->of->index);
     const int n = 2 * walk->layer->desc->n_kv_heads;
     walk->statuses = calloc((size_t)n, sizeof *walk->statuses);
-    if (!walk->statuses) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory to read layer %d", walk->of->index);
+    if (!walk->statuses)
+        return lowkey_fail(err, LOWKEY_ENOMEM, "no memory to read layer %d", walk->of->index);
     lowkey_threads_run(&n_threads, n, walk_head, walk);
     lowkey_status status = LOWKEY_OK;
     for (int i = 0; i < n; i++)
         if (walk->statuses[i]) status = walk->statuses[i];
     free(walk->statuses);
-    return status ? lowkey_fail(err, status, "layer %d: its pages cannot be read", walk->of->index) : LOWKEY_OK;
+    return status ? lowkey_fail(err, status, "layer %d: its pages cannot be read", walk->of->index)
+                  : LOWKEY_OK;
 }
 
 /* Where token t of channel c of head h is in rows. */
@@ -92,7 +98,8 @@ static size_t channel_of(const struct walk *walk, int which, int h, int c)
     return element(walk, which, h, c, 0);
 }
 
-static void add_gradients(const struct walk *walk, int which, int h, int c, int first, int end, const uint8_t *entry)
+static void add_gradients(const struct walk *walk, int which, int h, int c, int first, int end,
+                          const uint8_t *entry)
 {
     double *sums = walk->sums[which] +
                    channel_of(walk, which, h, c) * (size_t)walk->layer->side[which].table_entries;
@@ -100,16 +107,19 @@ static void add_gradients(const struct walk *walk, int which, int h, int c, int 
         sums[entry[t % LOWKEY_PAGE_TOKENS]] += (double)walk->of->grad[which][element(walk, which, h, c, t)];
 }
 
-lowkey_status lowkey_entry_gradients(const struct lowkey_entry_layer *layer, double *const sums[2], lowkey_error *err)
+lowkey_status lowkey_entry_gradients(const struct lowkey_entry_layer *layer, double *const sums[2],
+                                     lowkey_error *err)
 {
     struct walk walk = { .of = layer, .row = add_gradients, .sums = sums };
     return run_walk(&walk, err);
 }
 
-static void add_report(const struct walk *walk, int which, int h, int c, int first, int end, const uint8_t *entry)
+static void add_report(const struct walk *walk, int which, int h, int c, int first, int end,
+                       const uint8_t *entry)
 {
     struct lowkey_side_report *report = &walk->reports[which];
-    const size_t channel = channel_of(walk, which, h, c), n_table = (size_t)walk->layer->side[which].table_entries;
+    const size_t channel = channel_of(walk, which, h, c),
+                 n_table = (size_t)walk->layer->side[which].table_entries;
     for (int t = first; t < end; t++) {
         const size_t i = element(walk, which, h, c, t);
         const double x = (double)walk->of->x[which][i], e = (double)walk->of->stored[which][i] - x;
@@ -120,8 +130,8 @@ static void add_report(const struct walk *walk, int which, int h, int c, int fir
     }
 }
 
-lowkey_status lowkey_entry_reports(const struct lowkey_entry_layer *layer, struct lowkey_side_report reports[2],
-                                   lowkey_error *err)
+lowkey_status lowkey_entry_reports(const struct lowkey_entry_layer *layer,
+                                   struct lowkey_side_report reports[2], lowkey_error *err)
 {
     struct walk walk = { .of = layer, .row = add_report, .reports = reports };
     LOWKEY_TRY(run_walk(&walk, err));

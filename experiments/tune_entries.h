@@ -16,12 +16,13 @@ struct lowkey_entry_layer { /* tokens 0..n_tokens-1 of sequence 0 at one layer; 
 
 /* sums[side], [n_kv_heads][head_dim][table_entries], gets added the gradient with respect to each entry: of all elements
  * that stand for it, codes held fixed. Sinks do not count. */
-lowkey_status lowkey_entry_gradients(const struct lowkey_entry_layer *layer, double *const sums[2], lowkey_error *err);
+lowkey_status lowkey_entry_gradients(const struct lowkey_entry_layer *layer, double *const sums[2],
+                                     lowkey_error *err);
 
 /* Into reports[side], whose arrays begin as zeros: counts n_tokens and histogram are added to, mean, variance and mse get
  * sums of x, of its square, and of the error's, until lowkey_entry_report_end divides them. grad is not looked at. */
-lowkey_status lowkey_entry_reports(const struct lowkey_entry_layer *layer, struct lowkey_side_report reports[2],
-                                   lowkey_error *err);
+lowkey_status lowkey_entry_reports(const struct lowkey_entry_layer *layer,
+                                   struct lowkey_side_report reports[2], lowkey_error *err);
 void lowkey_entry_report_end(struct lowkey_side_report *report, size_t n_channels);
 
 #endif

@@ -28,7 +28,8 @@ static struct lowkey_entry_layer entries_of(const lowkey_tune_pass *pass, int in
                                          .n_threads = pass->n_threads };
 }
 
-static lowkey_status put_packed(lowkey_tune_pass *pass, const struct lowkey_store_step *step, lowkey_error *err)
+static lowkey_status put_packed(lowkey_tune_pass *pass, const struct lowkey_store_step *step,
+                                lowkey_error *err)
 {
     const struct lowkey_store packed = lowkey_packed_store_interface(pass->packed);
     LOWKEY_TRY(packed.put(packed.user, step, err));
@@ -69,8 +70,8 @@ static lowkey_status on_layer(void *user, const struct lowkey_gradient_layer *of
     return lowkey_entry_gradients(&layer, pass->measure->gradients[of->layer->index], err);
 }
 
-lowkey_status lowkey_tune_pass_create(const lowkey_model *model, int length, int n_threads, lowkey_tune_pass **out,
-                                      lowkey_error *err)
+lowkey_status lowkey_tune_pass_create(const lowkey_model *model, int length, int n_threads,
+                                      lowkey_tune_pass **out, lowkey_error *err)
 {
     lowkey_tune_pass *pass = calloc(1, sizeof *pass);
     *out = pass;
@@ -94,7 +95,8 @@ void lowkey_tune_pass_free(lowkey_tune_pass *pass)
     free(pass);
 }
 
-lowkey_status lowkey_tune_reference(lowkey_tune_pass *pass, const int32_t *tokens, float *hidden, lowkey_error *err)
+lowkey_status lowkey_tune_reference(lowkey_tune_pass *pass, const int32_t *tokens, float *hidden,
+                                    lowkey_error *err)
 {
     const struct lowkey_gradient_request request = {
         .tokens = tokens, .n_tokens = pass->length, .loss = LOWKEY_LOSS_TEXT, .hidden = hidden
@@ -108,12 +110,14 @@ lowkey_status lowkey_tune_kl(lowkey_tune_pass *pass, const struct lowkey_tune_me
 {
     const struct lowkey_gradient_request request = { .tokens = measure->tokens,
                                                      .n_tokens = pass->length,
-                                                     .loss = measure->reference ? LOWKEY_LOSS_KL : LOWKEY_LOSS_TEXT,
+                                                     .loss = measure->reference ? LOWKEY_LOSS_KL
+                                                                                : LOWKEY_LOSS_TEXT,
                                                      .reference = measure->reference,
                                                      .on_layer = measure->gradients ? on_layer : NULL,
                                                      .user = pass };
     pass->measure = measure;
-    LOWKEY_TRY(lowkey_packed_store_create(measure->quantizer, pass->length, pass->n_threads, &pass->packed, err));
+    LOWKEY_TRY(
+        lowkey_packed_store_create(measure->quantizer, pass->length, pass->n_threads, &pass->packed, err));
     const lowkey_status status = lowkey_gradient_run(pass->gradient, &request, kl, err);
     lowkey_packed_store_free(pass->packed);
     pass->packed = NULL;

@@ -37,8 +37,9 @@ static lowkey_status side_init(struct lowkey_tuned_side *side, const lowkey_laye
                         : desc->rule_8 || desc->rule_16             ? "channels of 8 or 16 bits"
                                                                     : NULL;
     if (other)
-        return lowkey_fail(err, LOWKEY_EUNSUPPORTED, "layer %d %s: only static tables are tuned, and this has %s",
-                           layer->index, which ? "value" : "key", other);
+        return lowkey_fail(err, LOWKEY_EUNSUPPORTED,
+                           "layer %d %s: only static tables are tuned, and this has %s", layer->index,
+                           which ? "value" : "key", other);
     for (size_t c = 0; c < n_channels; c++) side->unit[c] = sqrt(report->mse[c]);
     return LOWKEY_OK;
 }
@@ -52,14 +53,15 @@ static lowkey_status tables_init(struct lowkey_tuned_tables *tables, const struc
     if (!tables->sides) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory to tune %zu sides", n_sides);
     for (size_t i = 0; i < n_sides; i++) {
         struct lowkey_tuned_side *side = &tables->sides[i];
-        LOWKEY_TRY(side_init(side, &tables->desc->layers[i / 2], (int)(i % 2), &record->reports[i / 2][i % 2],
-                             err));
+        LOWKEY_TRY(
+            side_init(side, &tables->desc->layers[i / 2], (int)(i % 2), &record->reports[i / 2][i % 2], err));
         side->first = tables->n;
         tables->n += side->n_channels * side->n_table;
         for (size_t c = 0; c < side->n_channels; c++) n_moving += side->unit[c] > 0;
     }
     if (!n_moving)
-        return lowkey_fail(err, LOWKEY_EINVAL, "no channel makes errors by its report: there is nothing to tune");
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "no channel makes errors by its report: there is nothing to tune");
     tables->move = calloc(4 * tables->n, sizeof *tables->move);
     if (!tables->move) return lowkey_fail(err, LOWKEY_ENOMEM, "no memory to tune %zu entries", tables->n);
     tables->momentum = tables->move + tables->n;
@@ -68,7 +70,8 @@ static lowkey_status tables_init(struct lowkey_tuned_tables *tables, const struc
     return LOWKEY_OK;
 }
 
-lowkey_status lowkey_tuned_tables_create(const lowkey_quantizer_desc *desc, const struct lowkey_fit_record *record,
+lowkey_status lowkey_tuned_tables_create(const lowkey_quantizer_desc *desc,
+                                         const struct lowkey_fit_record *record,
                                          struct lowkey_tuned_tables **out, lowkey_error *err)
 {
     *out = NULL;
@@ -134,7 +137,8 @@ static void keep_order(const struct lowkey_tuned_side *side, size_t c, double *m
         move[k] = (entry[k] - (double)side->desc->table[c * side->n_table + (size_t)k]) / side->unit[c];
 }
 
-void lowkey_tuned_tables_step(struct lowkey_tuned_tables *tables, const double *gradient, double rate, int step)
+void lowkey_tuned_tables_step(struct lowkey_tuned_tables *tables, const double *gradient, double rate,
+                              int step)
 {
     const double decay = 0.9, decay_of_square = 0.98, tiny = 1e-12;
     const double seen = 1 - pow(decay, step + 1), seen_of_square = 1 - pow(decay_of_square, step + 1);
@@ -165,7 +169,8 @@ struct grid { /* numbers center + f16 * 2^exponent, counted from 0 (the center) 
 static float grid_value(struct grid grid, int i)
 {
     const uint16_t code = (uint16_t)(i < 0 ? 0x8000 | -i : i);
-    return (float)(grid.center + ldexp((double)lowkey_f16_to_f32(code), grid.exponent)) + 0.0f; /* -0 becomes 0 */
+    return (float)(grid.center + ldexp((double)lowkey_f16_to_f32(code), grid.exponent)) +
+           0.0f; /* -0 becomes 0 */
 }
 
 static int grid_nearest(struct grid grid, double x)
@@ -185,8 +190,9 @@ static void round_table(struct grid grid, double low, double high, int n, const 
             at[k]++;
     }
     for (int k = n - 1; k >= 0; k--)
-        while (at[k] > -F16_LARGEST && ((double)grid_value(grid, at[k]) > high ||
-                                        (k + 1 < n && grid_value(grid, at[k]) >= grid_value(grid, at[k + 1]))))
+        while (at[k] > -F16_LARGEST &&
+               ((double)grid_value(grid, at[k]) > high ||
+                (k + 1 < n && grid_value(grid, at[k]) >= grid_value(grid, at[k + 1]))))
             at[k]--;
     for (int k = 0; k < n; k++) out[k] = grid_value(grid, at[k]);
 }
@@ -201,14 +207,16 @@ static float float_below(double x)
 static void move_boundaries(const float *from, const float *table, const float *moved, int n, float *boundary)
 {
     for (int k = 0; k + 1 < n; k++) {
-        const double by = ((double)moved[k] - (double)table[k]) / 2 + ((double)moved[k + 1] - (double)table[k + 1]) / 2;
+        const double by = ((double)moved[k] - (double)table[k]) / 2 +
+                          ((double)moved[k + 1] - (double)table[k + 1]) / 2;
         boundary[k] = float_below((double)from[k] + by);
         if (k && boundary[k] < boundary[k - 1]) boundary[k] = boundary[k - 1];
     }
 }
 
 /* table [n_table], boundary [n_table - 1] of channel c, which hold what was fitted. */
-static void move_channel(const struct lowkey_tuned_side *side, size_t c, const double *move, float *table, float *boundary)
+static void move_channel(const struct lowkey_tuned_side *side, size_t c, const double *move, float *table,
+                         float *boundary)
 {
     const lowkey_side_desc *desc = side->desc;
     const int n = desc->n_entries[c];
@@ -224,12 +232,13 @@ static void move_channel(const struct lowkey_tuned_side *side, size_t c, const d
     round_table(grid, lower - reach, upper + reach, n, entry, table);
     for (size_t k = (size_t)n; k < side->n_table; k++) table[k] = table[n - 1];
     if (!boundary) return;
-    move_boundaries(desc->boundary + c * (side->n_table - 1), desc->table + c * side->n_table, table, n, boundary);
+    move_boundaries(desc->boundary + c * (side->n_table - 1), desc->table + c * side->n_table, table, n,
+                    boundary);
 }
 
 /* desc becomes one with tables of its own, which live in pool. */
-static lowkey_status move_side(const struct lowkey_tuned_side *side, const double *move, struct lowkey_pool *pool,
-                               lowkey_side_desc *desc, lowkey_error *err)
+static lowkey_status move_side(const struct lowkey_tuned_side *side, const double *move,
+                               struct lowkey_pool *pool, lowkey_side_desc *desc, lowkey_error *err)
 {
     const size_t n_boundary = side->n_table - 1;
     float *table, *boundary = NULL;
@@ -248,8 +257,8 @@ static lowkey_status move_side(const struct lowkey_tuned_side *side, const doubl
     return LOWKEY_OK;
 }
 
-static lowkey_status make(const struct lowkey_tuned_tables *tables, const double *move, struct lowkey_pool *pool,
-                          lowkey_quantizer **out, lowkey_error *err)
+static lowkey_status make(const struct lowkey_tuned_tables *tables, const double *move,
+                          struct lowkey_pool *pool, lowkey_quantizer **out, lowkey_error *err)
 {
     lowkey_quantizer_desc desc = *tables->desc;
     lowkey_layer_desc *layers;

@@ -22,7 +22,8 @@ static int n_tuned_on(const struct lowkey_tune_request *request)
 
 static const int32_t *tokens_of(const struct lowkey_tune_request *request, int window)
 {
-    return request->tokens->tokens + lowkey_samples_start(request->tokens, request->length, request->length, window);
+    return request->tokens->tokens +
+           lowkey_samples_start(request->tokens, request->length, request->length, window);
 }
 
 /* ---- samples ---- */
@@ -32,8 +33,8 @@ static int compare_hashes(const void *a, const void *b)
     return memcmp(a, b, 32);
 }
 
-static lowkey_status hash_window(const struct lowkey_tune_request *request, int window, unsigned char hash[32],
-                                 lowkey_error *err)
+static lowkey_status hash_window(const struct lowkey_tune_request *request, int window,
+                                 unsigned char hash[32], lowkey_error *err)
 {
     const int32_t *tokens = tokens_of(request, window);
     lowkey_sha256 *sha256 = lowkey_sha256_begin();
@@ -110,8 +111,9 @@ static void end_report(const struct lowkey_tuned_side *side, struct lowkey_side_
     }
 }
 
-static lowkey_status pack_windows(const struct lowkey_tune_request *request, const lowkey_quantizer *quantizer,
-                                  struct lowkey_side_report (*reports)[2], lowkey_error *err)
+static lowkey_status pack_windows(const struct lowkey_tune_request *request,
+                                  const lowkey_quantizer *quantizer, struct lowkey_side_report (*reports)[2],
+                                  lowkey_error *err)
 {
     lowkey_tune_pass *pass;
     LOWKEY_TRY(lowkey_tune_pass_create(request->model, request->length, request->n_threads, &pass, err));
@@ -130,16 +132,18 @@ static lowkey_status pack_windows(const struct lowkey_tune_request *request, con
                                                      .reports = reports };
         status = lowkey_tune_kl(pass, &measure, &loss, err);
         lowkey_progress_at(&progress, i + 1);
-        if (status == LOWKEY_OK && lowkey_interrupted()) status = lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
+        if (status == LOWKEY_OK && lowkey_interrupted())
+            status = lowkey_fail(err, LOWKEY_ECANCELLED, "interrupted");
     }
     lowkey_progress_end(&progress);
     lowkey_tune_pass_free(pass);
     return status;
 }
 
-static lowkey_status make_reports(const struct lowkey_tune_request *request, const struct lowkey_tuned_tables *tables,
-                                  const lowkey_quantizer *quantizer, struct lowkey_pool *pool,
-                                  struct lowkey_fit_record *record, lowkey_error *err)
+static lowkey_status make_reports(const struct lowkey_tune_request *request,
+                                  const struct lowkey_tuned_tables *tables, const lowkey_quantizer *quantizer,
+                                  struct lowkey_pool *pool, struct lowkey_fit_record *record,
+                                  lowkey_error *err)
 {
     const size_t n_layers = (size_t)tables->desc->n_layers;
     struct lowkey_side_report(*reports)[2];
@@ -155,9 +159,9 @@ static lowkey_status make_reports(const struct lowkey_tune_request *request, con
 
 /* ---- the file ---- */
 
-static lowkey_status write_tuned(const struct lowkey_tune_request *request, const struct lowkey_tune_state *state,
-                                 const lowkey_quantizer *quantizer, struct lowkey_pool *pool, const char *path,
-                                 lowkey_error *err)
+static lowkey_status write_tuned(const struct lowkey_tune_request *request,
+                                 const struct lowkey_tune_state *state, const lowkey_quantizer *quantizer,
+                                 struct lowkey_pool *pool, const char *path, lowkey_error *err)
 {
     struct lowkey_fit_record record = *request->record;
     if (state->best_step > 0) {
@@ -167,8 +171,8 @@ static lowkey_status write_tuned(const struct lowkey_tune_request *request, cons
     return lowkey_quantizer_write(path, lowkey_quantizer_describe(quantizer), &record, err);
 }
 
-lowkey_status lowkey_tune_write(const struct lowkey_tune_request *request, const struct lowkey_tune_state *state,
-                                const char *path, lowkey_error *err)
+lowkey_status lowkey_tune_write(const struct lowkey_tune_request *request,
+                                const struct lowkey_tune_state *state, const char *path, lowkey_error *err)
 {
     struct lowkey_pool pool = { 0 };
     lowkey_quantizer *quantizer;

@@ -104,7 +104,8 @@ static void change(void *user, int l, int t, double *key, double *value)
         for (int c = 0; c < C; c++) {
             const int i = t * C + c;
             x[c] += (double)n->seen->stored[l][side][i] - (double)n->seen->x[l][side][i];
-            if (l == n->layer && side == n->side && c == n->channel && entry_of(n->seen, l, side, t, c) == n->entry)
+            if (l == n->layer && side == n->side && c == n->channel &&
+                entry_of(n->seen, l, side, t, c) == n->entry)
                 x[c] += n->by;
         }
     }
@@ -115,7 +116,8 @@ static void log_softmax(const lowkey_model *m, const double *hidden, double *out
     double sum = 0;
     for (int v = 0; v < m->vocab_size; v++) {
         out[v] = 0;
-        for (int c = 0; c < m->hidden_size; c++) out[v] += hidden[c] * (double)m->output[v * m->hidden_size + c];
+        for (int c = 0; c < m->hidden_size; c++)
+            out[v] += hidden[c] * (double)m->output[v * m->hidden_size + c];
         sum += exp(out[v]);
     }
     for (int v = 0; v < m->vocab_size; v++) out[v] -= log(sum);
@@ -125,7 +127,8 @@ static double oracle_kl(const int32_t *tokens, const double *reference, struct n
 {
     const lowkey_model *m = nudge.seen->tuning->model;
     const size_t V = (size_t)m->vocab_size;
-    double *hidden = calloc((size_t)(N * m->hidden_size), sizeof *hidden), *here = calloc(2 * V, sizeof *here), kl = 0;
+    double *hidden = calloc((size_t)(N * m->hidden_size), sizeof *hidden),
+           *here = calloc(2 * V, sizeof *here), kl = 0;
     lowkey_tiny_oracle_changed(m, tokens, N, hidden, change, &nudge);
     for (int t = 0; t + 1 < N; t++) {
         log_softmax(m, hidden + t * m->hidden_size, here);
@@ -151,7 +154,8 @@ static struct gradients gradients_make(const struct tuning *tuning)
     size_t at[2 * MAX_LAYERS];
     for (int i = 0; i < 2 * n_layers; i++) {
         at[i] = g.n;
-        g.n += (size_t)(channels(&tuning->model->geometry[i / 2], i % 2) * side_of(tuning, i / 2, i % 2)->table_entries);
+        g.n += (size_t)(channels(&tuning->model->geometry[i / 2], i % 2) *
+                        side_of(tuning, i / 2, i % 2)->table_entries);
     }
     g.all = calloc(g.n, sizeof *g.all);
     for (int i = 0; i < 2 * n_layers; i++) g.of[i / 2][i % 2] = g.all + at[i];
@@ -167,15 +171,16 @@ static double run(const struct tuning *tuning, const int32_t *tokens, int n_thre
     double kl;
     assert_ok(lowkey_tune_pass_create(tuning->model, N, n_threads, &pass, &err), err);
     assert_ok(lowkey_tune_reference(pass, tokens, reference, &err), err);
-    const struct lowkey_tune_measure measure = { tuning->quantizer, tokens, reference, g ? g->of : NULL, reports };
+    const struct lowkey_tune_measure measure = { tuning->quantizer, tokens, reference, g ? g->of : NULL,
+                                                 reports };
     assert_ok(lowkey_tune_kl(pass, &measure, &kl, &err), err);
     lowkey_tune_pass_free(pass);
     free(reference);
     return kl;
 }
 
-static void check_side(const struct seen *seen, const int32_t *tokens, const double *reference, const struct gradients *g,
-                       int l, int side)
+static void check_side(const struct seen *seen, const int32_t *tokens, const double *reference,
+                       const struct gradients *g, int l, int side)
 {
     const lowkey_side_desc *desc = side_of(seen->tuning, l, side);
     const int C = channels(&seen->tuning->model->geometry[l], side), E = desc->table_entries;
@@ -185,11 +190,12 @@ static void check_side(const struct seen *seen, const int32_t *tokens, const dou
         for (int k = c % 2; k < desc->n_entries[c]; k += 1 + desc->n_entries[c] / 3) {
             const double step = 1e-4 * sqrt(seen->tuning->record.reports[l][side].mse[c]);
             const struct nudge up = { seen, l, side, c, k, step }, down = { seen, l, side, c, k, -step };
-            const double want = (oracle_kl(tokens, reference, up) - oracle_kl(tokens, reference, down)) / (2 * step);
+            const double want = (oracle_kl(tokens, reference, up) - oracle_kl(tokens, reference, down)) /
+                                (2 * step);
             const double got = g->of[l][side][c * E + k] / (N - 1);
             if (!(fabs(got - want) <= 2e-4 * norm / (N - 1) + 1e-9))
-                fail_msg("layer %d, side %d, channel %d, entry %d: slope %.9g, gradient %.9g, largest %g", l, side, c, k,
-                         want, got, norm / (N - 1));
+                fail_msg("layer %d, side %d, channel %d, entry %d: slope %.9g, gradient %.9g, largest %g", l,
+                         side, c, k, want, got, norm / (N - 1));
         }
 }
 
@@ -201,7 +207,8 @@ static void check_choice(const struct tuning_choice *choice)
     struct gradients g = gradients_make(&tuning);
     double *reference = calloc((size_t)(N * tuning.model->hidden_size), sizeof *reference);
     lowkey_tiny_oracle(tuning.model, tokens, N, reference, -1, NULL, NULL, NULL);
-    const double kl = run(&tuning, tokens, 1, &g, NULL), want = oracle_kl(tokens, reference, (struct nudge) { .seen = &seen });
+    const double kl = run(&tuning, tokens, 1, &g, NULL),
+                 want = oracle_kl(tokens, reference, (struct nudge) { .seen = &seen });
     if (!(fabs(kl - want) <= 1e-5 * want)) fail_msg("KL %.9g, wanted %.9g", kl, want);
     for (int l = 0; l < tuning.model->n_layers; l++)
         for (int side = 0; side < 2; side++) check_side(&seen, tokens, reference, &g, l, side);
@@ -220,11 +227,18 @@ static void gradients_of_entries_agree_with_differences_of_the_kl(void **state)
     choice.n_sinks = 5;
     choice.shape.bias = choice.shape.untied = 1;
     check_choice(&choice);
-    choice = (struct tuning_choice) { { 1, 16, 24, 30, 3, 1, 72, 80, 20, LOWKEY_PAIR_INTERLEAVED, 0, 0, 0, 0, 1 },
-                                      { { 1, 5, 2, 1 }, { 5, 3, 2, 2 } }, 0, 0, 0 };
+    choice = (struct tuning_choice) { { 1, 16, 24, 30, 3, 1, 72, 80, 20, LOWKEY_PAIR_INTERLEAVED, 0, 0, 0, 0,
+                                        1 },
+                                      { { 1, 5, 2, 1 }, { 5, 3, 2, 2 } },
+                                      0,
+                                      0,
+                                      0 };
     check_choice(&choice);
     choice = (struct tuning_choice) { { 3, 24, 40, 50, 2, 2, 8, 16, 0, LOWKEY_PAIR_HALF, 0, 0, 0, 0, 0 },
-                                      { { 2, 2, 2, 2 }, { 1, 1, 1, 1 } }, 1, 0, 64 };
+                                      { { 2, 2, 2, 2 }, { 1, 1, 1, 1 } },
+                                      1,
+                                      0,
+                                      64 };
     check_choice(&choice);
 }
 
@@ -256,7 +270,8 @@ static void check_report(const struct seen *seen, int l, int side, struct lowkey
         double mean = 0, variance = 0, mse = 0;
         for (int t = n_sinks; t < N; t++) {
             mean += (double)seen->x[l][side][t * C + c] / (N - n_sinks);
-            mse += pow((double)seen->stored[l][side][t * C + c] - (double)seen->x[l][side][t * C + c], 2) / (N - n_sinks);
+            mse += pow((double)seen->stored[l][side][t * C + c] - (double)seen->x[l][side][t * C + c], 2) /
+                   (N - n_sinks);
             histogram[c * E + entry_of(seen, l, side, t, c)]++;
         }
         for (int t = n_sinks; t < N; t++)

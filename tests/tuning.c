@@ -30,7 +30,8 @@ static float f16_near(double x)
 }
 
 /* Entries [n] of channel c of a side from its values x [tokens][C], and the channel's error. */
-static double fill_channel(const struct tuning_choice *choice, lowkey_side_desc *side, int C, int c, int n, const double *x)
+static double fill_channel(const struct tuning_choice *choice, lowkey_side_desc *side, int C, int c, int n,
+                           const double *x)
 {
     const int E = side->table_entries;
     double low = INFINITY, high = -INFINITY;
@@ -39,7 +40,8 @@ static double fill_channel(const struct tuning_choice *choice, lowkey_side_desc 
         high = fmax(high, x[t * C + c]);
     }
     float *table = (float *)side->table + c * E;
-    for (int k = 0; k < E; k++) table[k] = k < n ? f16_near(low + (k + 0.5) / n * (high - low)) : table[n - 1];
+    for (int k = 0; k < E; k++)
+        table[k] = k < n ? f16_near(low + (k + 0.5) / n * (high - low)) : table[n - 1];
     ((float *)side->lower)[c] = (float)low;
     ((float *)side->upper)[c] = (float)high;
     for (int k = 0; side->boundary && k + 1 < E; k++)
@@ -47,8 +49,8 @@ static double fill_channel(const struct tuning_choice *choice, lowkey_side_desc 
     return pow((high - low) / n, 2) / 12;
 }
 
-static void fill_side(const struct tuning_choice *choice, const lowkey_layer_desc *layer, int which, const double *x,
-                      lowkey_side_desc *side, struct lowkey_side_report *report)
+static void fill_side(const struct tuning_choice *choice, const lowkey_layer_desc *layer, int which,
+                      const double *x, lowkey_side_desc *side, struct lowkey_side_report *report)
 {
     const int D = which ? layer->value_head_dim : layer->key_head_dim, C = layer->n_kv_heads * D,
               more = choice->trellis ? 1 : 0;
@@ -94,8 +96,10 @@ static void fill_side(const struct tuning_choice *choice, const lowkey_layer_des
 
 static void side_free(const lowkey_side_desc *side)
 {
-    free((void *)side->bits), free((void *)side->n_entries), free((void *)side->table), free((void *)side->boundary);
-    free((void *)side->lower), free((void *)side->upper), free((void *)side->factor), free((void *)side->metric_weight);
+    free((void *)side->bits), free((void *)side->n_entries), free((void *)side->table),
+        free((void *)side->boundary);
+    free((void *)side->lower), free((void *)side->upper), free((void *)side->factor),
+        free((void *)side->metric_weight);
 }
 
 static void report_free(const struct lowkey_side_report *report)
@@ -123,8 +127,8 @@ static lowkey_tokens *make_tokens(int vocab)
     return tokens;
 }
 
-static void fill_layer(const struct tuning_choice *choice, const struct tuning *tuning, int l, lowkey_layer_desc *layer,
-                       struct lowkey_side_report reports[2])
+static void fill_layer(const struct tuning_choice *choice, const struct tuning *tuning, int l,
+                       lowkey_layer_desc *layer, struct lowkey_side_report reports[2])
 {
     const lowkey_model *model = tuning->model;
     *layer = model->geometry[l];
@@ -142,18 +146,21 @@ static void fill_layer(const struct tuning_choice *choice, const struct tuning *
 struct tuning tuning_make(const struct tuning_choice *choice)
 {
     lowkey_error err;
-    struct tuning tuning = { .model = lowkey_tiny_model(&choice->shape, 3), .tokens = make_tokens(choice->shape.vocab) };
+    struct tuning tuning = { .model = lowkey_tiny_model(&choice->shape, 3),
+                             .tokens = make_tokens(choice->shape.vocab) };
     const int n_layers = choice->shape.n_layers;
     lowkey_layer_desc *layers = take((size_t)n_layers, sizeof *layers);
     unsigned char(*sample)[32] = take(1, sizeof *sample);
-    tuning.record = (struct lowkey_fit_record) { .n_model_layers = n_layers,
-                                                 .sensitivity = "none",
-                                                 .n_tokens = TUNING_WINDOW - choice->n_sinks,
-                                                 .text_name = "another",
-                                                 .text_sha256 = "0000000000000000000000000000000000000000000000000000000000000000",
-                                                 .n_samples = 1,
-                                                 .sample_sha256 = (const unsigned char(*)[32])sample,
-                                                 .reports = take((size_t)n_layers, sizeof *tuning.record.reports) };
+    tuning.record = (struct lowkey_fit_record) {
+        .n_model_layers = n_layers,
+        .sensitivity = "none",
+        .n_tokens = TUNING_WINDOW - choice->n_sinks,
+        .text_name = "another",
+        .text_sha256 = "0000000000000000000000000000000000000000000000000000000000000000",
+        .n_samples = 1,
+        .sample_sha256 = (const unsigned char(*)[32])sample,
+        .reports = take((size_t)n_layers, sizeof *tuning.record.reports)
+    };
     for (int l = 0; l < n_layers; l++) fill_layer(choice, &tuning, l, &layers[l], tuning.record.reports[l]);
     const lowkey_quantizer_desc desc = { .struct_size = sizeof desc,
                                          .n_layers = n_layers,
