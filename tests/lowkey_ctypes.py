@@ -47,7 +47,8 @@ class SideDesc(c.Structure):
                 ("exponent", c.c_void_p), ("lower", c.c_void_p), ("upper", c.c_void_p), ("rule_8", c.c_int),
                 ("rule_16", c.c_int), ("rule_scale", c.c_void_p), ("token_scale", c.c_int), ("scale_block", c.c_int),
                 ("outlier_rule", c.c_int), ("outlier_rank", c.c_int), ("outlier_cap", c.c_int),
-                ("outlier_page_capacity", c.c_int), ("factor", c.c_void_p)]
+                ("outlier_page_capacity", c.c_int), ("factor", c.c_void_p), ("metric_weight", c.c_void_p),
+                ("trellis", c.c_int), ("reserved", c.c_int)]
 
 
 class LayerDesc(c.Structure):
@@ -86,7 +87,7 @@ def describe(q):
             RULES.index(s.rule_8), RULES.index(s.rule_16), array(s.rule_scale, np.float32),
             ("none", "f16", "f32").index(s.token_scale), s.scale_block,
             ("none", "limit", "rank").index(s.outlier_rule),
-            s.rank, s.cap, s.capacity, array(s.factor, np.float32))
+            s.rank, s.cap, s.capacity, array(s.factor, np.float32), array(s.metric_weight, np.float32), s.trellis)
 
     layers = (LayerDesc * len(q.layers))(*[LayerDesc(
         c.sizeof(LayerDesc), g.index, g.n_q_heads, g.n_kv_heads, g.key_head_dim, g.value_head_dim, g.logit_scale,

@@ -6,6 +6,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "tests/trellis_oracle.h"
+
 struct format { /* a small float: mantissa bits, exponent of its smallest normal number, largest number */
     int mantissa, smallest;
     double largest, overflow; /* what lies beyond overflow (or at it, where ties go up) saturates */
@@ -220,7 +222,9 @@ void lowkey_oracle_pack(const lowkey_side_desc *side, int n_heads, int head_dim,
     token->clamped = token->saturated = 0;
     choose_outliers(side, n, x, room, kinds, &token->clamped);
     find_scales(side, n, x, kinds, token);
-    for (int h = 0; h < n_heads; h++)
+    for (int h = 0; h < n_heads && side->trellis; h++)
+        lowkey_oracle_trellis(side, h, d, x + h * d, token->codes + h * d, token->values + h * d);
+    for (int h = 0; h < n_heads && !side->trellis; h++)
         for (int j = d - 1; j >= 0; j--) {
             const int c = h * d + side->order[h * d + j];
             float t = x[c];

@@ -1,5 +1,5 @@
 """Quantizer files with random tables, written with h5py straight from formats/README.md, for tests: every combination of
-widths, rules, token scales, outliers and feedback that the format allows. A side is asked for as a
+widths, rules, token scales, outliers, feedback and trellises that the format allows. A side is asked for as a
 dict, see side()."""
 import h5py
 import numpy as np
@@ -28,9 +28,9 @@ def random_order(rng, D, pairs):
     return np.concatenate([units[i] for i in rng.permutation(len(units))])
 
 
-def channel_table(rng, width, E, center, exponent, spread, full):
-    """Entries on the grid of center and exponent, and boundaries anywhere between them."""
-    n = 2**width if full else rng.integers(1, 2**width + 1)
+def channel_table(rng, most, E, center, exponent, spread, full):
+    """At most so many entries on the grid of center and exponent, and boundaries anywhere between them."""
+    n = most if full else rng.integers(1, most + 1)
     halves = np.unique(np.float16(rng.normal(size=n) * np.ldexp(spread, -exponent)))
     entries = np.unique(add_f32(center, np.ldexp(halves.astype(np.float64), exponent)))
     wide = entries.astype(np.float64)
@@ -42,11 +42,12 @@ def channel_table(rng, width, E, center, exponent, spread, full):
 
 def side(rng, H, D, pairs, bits=(2,), rule_8="none", rule_16="none", token_scale="none", scale_block=0,
          outlier_rule="none", outlier_rank=0, outlier_cap=0, outlier_page_capacity=0, feedback=0, full=True,
-         wide_table=False, magnitude=1.0):
-    """bits: widths drawn per channel. full: all 2^bits entries in use. wide_table: E larger than needed."""
+         wide_table=False, magnitude=1.0, trellis=0):
+    """bits: widths drawn per channel. full: all entries in use. wide_table: E larger than needed."""
     widths = rng.choice(bits, size=(H, D))
     widths.reshape(-1)[:len(bits)] = bits  # each at least once
-    E = 0 if min(bits) > 5 else 32 if wide_table else 2 ** max(b for b in bits if b <= 5)
+    more = 2 if trellis else 1
+    E = 0 if min(bits) > 5 else 32 * more if wide_table else more * 2 ** max(b for b in bits if b <= 5)
     scaled = token_scale != "none"
     spread = np.exp(np.clip(rng.normal(size=(H, D)) * (0.2 if scaled else 1), -2, 1)) * (0.7 if scaled else magnitude)
     offset = rng.random((H, D)) < 0.3
@@ -65,8 +66,12 @@ def side(rng, H, D, pairs, bits=(2,), rule_8="none", rule_16="none", token_scale
         boundaries, n_entries = np.full((H, D, E - 1), FLT_MAX), np.zeros((H, D), np.int64)
         for h, c in zip(*np.nonzero(widths <= 5)):
             n_entries[h, c], tables[h, c], boundaries[h, c] = channel_table(
-                rng, widths[h, c], E, center[h, c], exponent[h, c], spread[h, c], full)
-        d.update(n_entries=n_entries, table=tables, boundary=boundaries)
+                rng, more * 2 ** widths[h, c], E, center[h, c], exponent[h, c], spread[h, c], full)
+        d.update(n_entries=n_entries, table=tables)
+        if trellis:
+            d.update(trellis=trellis, metric_weight=np.float32(np.exp2(rng.uniform(-6, 6, (H, D)))))
+        else:
+            d.update(boundary=boundaries)
         used = n_entries > 0
         lower = np.where(used, np.minimum(lower, tables[:, :, 0]), lower)
         upper = np.where(used, np.maximum(upper, tables[:, :, -1]), upper)
@@ -116,18 +121,21 @@ def write_side(group, d, styles):
 
 
 def write(path, layers, n_sink_tokens=0, sink_rule="f16", n_layers=None, styles=None):
-    """layers: {index: (geometry, key side, value side)}."""
+    """layers: {index: (geometry, key side, value side)}. A file of version 1.0, or of 1.3 where a side has a trellis."""
+    trellises = any("trellis" in side for _, *sides in layers.values() for side in sides)
     with h5py.File(path, "w") as f:
         zeros = "0" * 64
         f.attrs.update(dict(schema="quantizer", created_by="quantizer_files.py 1",
                             n_layers=n_layers or max(layers) + 1,
                             model_name="none", model_sha256=zeros, n_sink_tokens=n_sink_tokens, sink_rule=sink_rule))
-        f.attrs["schema_version"] = np.array([1, 0], np.int32)
+        f.attrs["schema_version"] = np.array([1, 3 if trellises else 0], np.int32)
         f["layer_index"] = np.array(sorted(layers), np.int32)
         f["sample_sha256"] = np.zeros((1, 32), np.uint8)
         fit = f.create_group("fit")
         fit.attrs.update(dict(sensitivity="none", outlier_fraction_key=0.0, outlier_fraction_value=0.0, damp=0.05,
                               n_tokens=1, text_name="none", text_sha256=zeros))
+        if trellises:
+            fit.attrs.update(dict(budget=0.0, predicted_cost_key=0.0, predicted_cost_value=0.0))
         for index, (g, key, value) in layers.items():
             group = f.create_group(f"layers/{index:03d}")
             for name, entry in g.items():
@@ -135,5 +143,5 @@ def write(path, layers, n_sink_tokens=0, sink_rule="f16", n_layers=None, styles=
                     group[name] = entry
                 else:
                     group.attrs[name] = entry
-            write_side(group.create_group("key"), key, styles)
-            write_side(group.create_group("value"), value, styles)
+            for name, side in (("key", key), ("value", value)):
+                write_side(group.create_group(name), {"trellis": 0, **side} if trellises else side, styles)

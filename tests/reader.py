@@ -11,7 +11,7 @@ import numpy as np
 
 from reader_pages import FLT_MAX, add_f32
 
-VERSION = (1, 2)
+VERSION = (1, 3)
 FLOAT_TYPES = {  # (sign position, exponent position, size, mantissa position, size), exponent bias -> name
     ((15, 10, 5, 0, 10), 15): "f16",
     ((15, 7, 8, 0, 7), 127): "bf16",
@@ -256,7 +256,8 @@ def quantizer(path):
         layer.index = int(index)
         for name, dim in (("key", layer.key_head_dim), ("value", layer.value_head_dim)):
             inner = group.child(name)
-            side = quantizer_side(inner, layer.n_kv_heads, dim, rope_pairs(layer) if name == "key" else [])
+            side = quantizer_side(inner, layer.n_kv_heads, dim, rope_pairs(layer) if name == "key" else [],
+                                  root.version)
             inner.close()
             setattr(layer, name, side)
         q.layers.append(layer)
@@ -264,11 +265,15 @@ def quantizer(path):
     return q
 
 
-def quantizer_side(group, H, D, pairs):
-    s = SimpleNamespace(H=H, D=D, C=H * D)
+def quantizer_side(group, H, D, pairs, version):
+    s = SimpleNamespace(H=H, D=D, C=H * D, trellis=0)
+    if version >= (1, 3):
+        s.trellis = group.integer("trellis", 0, 4)
+        if s.trellis == 3:
+            group.fail("@trellis", "0, 1, 2 or 4", s.trellis)
     group.string("table_scope", ("channel", "head", "layer"))
     codebook = group.string("codebook", ("fitted", "uniform", "normal_float", "none"))
-    s.E = E = group.integer("table_entries", 0, 32)
+    s.E = E = group.integer("table_entries", *((4, 64) if s.trellis else (0, 32)))
     s.rule_8 = group.string("rule_8", ("none", "e4m3", "e5m2", "int8"))
     s.rule_16 = group.string("rule_16", ("none", "f16", "bf16"))
     side_scales(group, s)
@@ -277,8 +282,12 @@ def quantizer_side(group, H, D, pairs):
     if not np.isin(bits, (1, 2, 3, 4, 5, 8, 16)).all():
         group.fail("bits", "1..5, 8 or 16", sorted(set(bits.flat)))
     tabled = bits <= 5
-    if (E == 0) == tabled.any() or E == 1 or (tabled.any() and E < 2 ** bits[tabled].max()):
-        group.fail("@table_entries", "0 iff no channel has a table, else 2^bits or more", E)
+    if s.trellis and not tabled.all():
+        group.fail("bits", "1 to 5 with a trellis", sorted(set(bits.flat)))
+    if s.trellis and (s.token_scale, s.outlier_rule) != ("none", "none"):
+        group.fail("@trellis", "neither token_scale nor outlier_rule", (s.token_scale, s.outlier_rule))
+    if (E == 0) == tabled.any() or E == 1 or (tabled.any() and E < table_size(s, bits[tabled].max())):
+        group.fail("@table_entries", "0 iff no channel has a table, else 2^bits or more, twice that with a trellis", E)
     if (codebook == "none") != (E == 0):
         group.fail("@codebook", "none iff table_entries is 0", codebook)
     for rule, width in ((s.rule_8, 8), (s.rule_16, 16)):
@@ -307,6 +316,11 @@ def quantizer_side(group, H, D, pairs):
             largest = s.rule_scale[bits == 8] * np.float32({"e4m3": 448, "e5m2": 57344, "int8": 127}[s.rule_8])
         if not np.isfinite(largest).all():
             group.fail("rule_scale", "finite times the largest number of the rule", "others")
+    s.metric_weight = None
+    if s.trellis:
+        s.metric_weight = group.floats("metric_weight", (H, D))
+        if (s.metric_weight <= 0).any():
+            group.fail("metric_weight", "> 0", s.metric_weight.min())
     s.factor = None
     if group.integer("feedback", 0, 1):
         s.factor = group.floats("factor", (H, D, D))
@@ -342,19 +356,26 @@ def side_outliers(group, s):
     s.capacity = group.integer("outlier_page_capacity", some, some * 65535)
 
 
+def table_size(s, bits):
+    """Entries that a row of so many bits can reach."""
+    return 2 ** (bits + bool(s.trellis))
+
+
 def side_tables(group, s):
     H, D, E = s.H, s.D, s.E
-    s.n_entries = n = group.ints("n_entries", (H, D), 0, 32)
-    s.table, s.boundary = group.floats("table", (H, D, E)), group.floats("boundary", (H, D, E - 1))
+    s.n_entries = n = group.ints("n_entries", (H, D), 0, 64)
+    s.table = group.floats("table", (H, D, E))
+    s.boundary = None if s.trellis else group.floats("boundary", (H, D, E - 1))
     for h, c in np.ndindex(H, D):
         where, used = f"head {h} channel {c}", n[h, c]
-        if not (1 <= used <= 2 ** s.bits[h, c] if s.bits[h, c] <= 5 else used == 0):
-            group.fail("n_entries", "1..2^bits, 0 for 8 and 16 bits", where)
-        t, b = s.table[h, c].astype(np.float64), s.boundary[h, c]
+        if not (1 <= used <= table_size(s, s.bits[h, c]) if s.bits[h, c] <= 5 else used == 0):
+            group.fail("n_entries", "1..2^bits, twice that with a trellis, 0 for 8 and 16 bits", where)
+        t = s.table[h, c].astype(np.float64)
         if (np.diff(t[:used]) <= 0).any() or (t[used:] != (t[used - 1] if used else 0)).any():
             group.fail("table", "strictly rising, then the last repeated", where)
         in_use = max(used - 1, 0)
-        if (np.diff(b[:in_use]) < 0).any() or ((b == FLT_MAX) != (np.arange(E - 1) >= in_use)).any():
+        b = np.zeros(0) if s.trellis else s.boundary[h, c]
+        if (np.diff(b[:in_use]) < 0).any() or ((b == FLT_MAX) != (np.arange(len(b)) >= in_use)).any():
             group.fail("boundary", "not falling and below FLT_MAX, then FLT_MAX", where)
         low, high = Fraction(float(s.lower[h, c])), Fraction(float(s.upper[h, c]))
         if used and (Fraction(t[0]) < low - 2 * (high - low) or Fraction(t[used - 1]) > high + 2 * (high - low)):

@@ -176,8 +176,21 @@ def read_side(side, page):
 
 # Decoding.
 
+def entries_of(side, h, codes):
+    """The entries of the table that codes [..., D] (by channel) of one head stand for: with a trellis a code's lowest bit
+    and those of the next two rows choose."""
+    if not side.trellis:
+        return codes
+    rows = codes[..., side.order[h]]
+    low = np.concatenate([rows & 1, np.zeros((*rows.shape[:-1], 2), rows.dtype)], axis=-1)
+    entries = np.empty_like(codes)
+    entries[..., side.order[h]] = (rows >> 1) * 4 + (low[..., :-2] ^ low[..., 2:]) * 2 + low[..., 1:-1]
+    return entries
+
+
 def decode_column(side, h, c, codes, scale, zero):
-    """x^ [T] of one channel without residuals; scale, zero [T, n_blocks] or None."""
+    """x^ [T] of one channel without residuals, codes being its entries where it has a table; scale, zero [T, n_blocks]
+    or None."""
     width = side.bits[h, c]
     if width == 16:
         return decode_rule(codes, side.rule_16, None)
@@ -203,10 +216,10 @@ def decode_page(side, pages, side_page, live):
     scale, zero = extra.get("scale"), extra.get("zero")
     out = np.empty((PAGE, side.H, side.D), F32)
     for h in range(side.H):
-        codes = read_codes(side, h, pages[h])
+        entries = entries_of(side, h, read_codes(side, h, pages[h]))
         for c in range(side.D):
             # A dead slot may hold codes of no meaning.
-            used = np.where(np.isin(np.arange(PAGE), live), codes[:, c], 0)
+            used = np.where(np.isin(np.arange(PAGE), live), entries[:, c], 0)
             out[:, h, c] = decode_column(side, h, c, used, scale, zero)
     if "end" in extra:
         flat, begin = out.reshape(PAGE, side.C), 0
@@ -232,6 +245,9 @@ def pack(side, x, n_sinks):
     ranked, taken = choose_outliers(packed, x.reshape(len(x), side.C))
     scale, zero = token_scales(packed, x.reshape(len(x), side.C), ranked)
     for h in range(side.H):
+        if side.trellis:
+            pack_trellis(packed, h, x[:, h])
+            continue
         pack_head(packed, h, x[:, h], taken.reshape(x.shape)[:, h], scale, zero)
     for entries in packed.outliers:
         entries.sort()
@@ -352,6 +368,61 @@ def pack_column(packed, h, c, t, scale, zero):
         if scale is not None:
             codes = np.where(scale[:, b] == 0, 0, codes)
     return codes, decode_column(side, h, c, codes, scale, zero)
+
+
+class Survivors:
+    """The survivors of one state, n of them for each of T tokens: costs [T, n], the targets of all rows [T, n, D], and
+    codes and values of the rows that are done [T, n, D], by row."""
+
+    def __init__(self, cost, target, code, value):
+        self.cost, self.target, self.code, self.value = cost, target, code, value
+
+    def arrays(self):
+        return self.cost, self.target, self.code, self.value
+
+
+def pack_trellis(packed, h, x):
+    """x [T, D]. How many survivors a state has does not depend on the data, so all tokens are searched at once."""
+    side, order = packed.side, packed.side.order[h]
+    T, D = x.shape
+    states = {0: Survivors(np.zeros((T, 1), F32), x[:, None, order], np.zeros((T, 1, D), np.int64),
+                           np.zeros((T, 1, D), F32))}
+    for j in range(D - 1, -1, -1):
+        candidates = {}
+        for state in sorted(states):
+            for u in (0, 1):
+                made = trellis_candidate(side, h, j, x[:, order[j]], state, u, states[state])
+                candidates.setdefault(2 * u + state // 2, []).append(made)
+        states = {state: best_of(made, side.trellis) for state, made in candidates.items()}
+    last = best_of([states[state] for state in sorted(states)], 1)
+    packed.codes[packed.first:, h, order] = last.code[:, 0]
+    packed.values[packed.first:, h, order] = last.value[:, 0]
+
+
+def trellis_candidate(side, h, j, x, state, u, old):
+    """What the survivors of a state become if row j's code has the lowest bit u; x [T] of the row's channel."""
+    c = side.order[h, j]
+    entries = np.arange(2 * (u ^ state % 2) + state // 2, 2 ** (side.bits[h, c] + 1), 4)
+    t = np.where(np.isfinite(old.target[:, :, j]), old.target[:, :, j], x[:, None])
+    with np.errstate(all="ignore"):
+        d = t[:, :, None] - side.table[h, c, entries]
+        pick = np.abs(d).argmin(axis=2)
+        d = np.take_along_axis(d, pick[:, :, None], 2)[:, :, 0]
+        cost = old.cost + side.metric_weight[h, c] * (d * d)
+        e = side.table[h, c, entries[pick]] - x[:, None]
+    new = Survivors(np.minimum(cost, FLT_MAX), old.target.copy(), old.code.copy(), old.value.copy())
+    new.code[:, :, j], new.value[:, :, j] = entries[pick] // 4 * 2 + u, side.table[h, c, entries[pick]]
+    if side.factor is not None:
+        new.target[:, :, :j] = fma_f32(-side.factor[h, j, :j], e[:, :, None], old.target[:, :, :j])
+    return new
+
+
+def best_of(groups, n):
+    """The n cheapest of several groups of survivors, of equal ones the earlier."""
+    cost, target, code, value = (np.concatenate(a, axis=1) for a in zip(*(g.arrays() for g in groups)))
+    kept = np.argsort(cost, axis=1, kind="stable")[:, :n]
+    return Survivors(np.take_along_axis(cost, kept, 1),
+                     *(np.take_along_axis(a, kept[:, :, None], 1) for a in (target, code, value)))
 
 
 def live_slots(packed, page):
