@@ -7,11 +7,11 @@
 
 #include "tests/check.h"
 
-struct arrays { /* of one side */
+struct arrays { /* of one side; without a boundary it has a trellis */
     uint8_t *bits, *n_entries;
     uint16_t *order;
     int16_t *exponent;
-    float *table, *boundary, *center, *lower, *upper, *rule_scale, *factor;
+    float *table, *boundary, *center, *lower, *upper, *rule_scale, *factor, *metric_weight;
 };
 
 static int compare_doubles(const void *a, const void *b)
@@ -28,11 +28,12 @@ static double rounded_to_f16(double x) /* |x| <= 60000 */
     return rint(x / step) * step;
 }
 
-/* Entries center + h * 2^exponent with h in [-2, 2] and exact in f16, rising; boundaries between neighbours. */
+/* Entries center + h * 2^exponent with h in [-2, 2] and exact in f16, rising; boundaries between neighbours, where
+ * they are not NULL. */
 static void make_table(struct lowkey_random *random, int n_used, int n_table, float center, int exponent,
                        float *table, float *boundary)
 {
-    double h[32];
+    double h[64];
     for (int tries = 0, rising = 0; !rising; tries++) {
         assert_true(tries < 1000);
         for (int k = 0; k < n_used; k++) h[k] = rounded_to_f16(4 * lowkey_random_uniform(random) - 2);
@@ -44,6 +45,7 @@ static void make_table(struct lowkey_random *random, int n_used, int n_table, fl
         }
     }
     for (int k = n_used; k < n_table; k++) table[k] = table[n_used - 1];
+    if (!boundary) return;
     for (int k = 0; k < n_table - 1; k++)
         boundary[k] = k < n_used - 1 ? (float)(0.5 * (double)table[k] + 0.5 * (double)table[k + 1]) : FLT_MAX;
     if (n_used > 3 && lowkey_random_below(random, 4) == 0)
@@ -53,7 +55,8 @@ static void make_table(struct lowkey_random *random, int n_used, int n_table, fl
 static int draw_bits(struct lowkey_random *random, const struct lowkey_side_choice *choice)
 {
     static const int widths[] = { 1, 2, 3, 4, 5, 8, 16 };
-    return choice->bits != LOWKEY_MIXED_BITS ? choice->bits : widths[lowkey_random_below(random, 7)];
+    if (choice->bits != LOWKEY_MIXED_BITS) return choice->bits;
+    return widths[lowkey_random_below(random, choice->trellis ? 5 : 7)];
 }
 
 static void make_channel(struct lowkey_random *random, const struct lowkey_side_choice *choice, int n_table,
@@ -76,17 +79,21 @@ static void make_channel(struct lowkey_random *random, const struct lowkey_side_
     a->n_entries[c] = 0;
     if (n_table)
         for (int k = 0; k < n_table; k++) a->table[c * (size_t)n_table + (size_t)k] = 0;
-    if (n_table)
+    if (a->boundary)
         for (int k = 0; k < n_table - 1; k++) a->boundary[c * (size_t)(n_table - 1) + (size_t)k] = FLT_MAX;
     if (bits > 5) return;
+    if (a->metric_weight)
+        a->metric_weight[c] = (float)ldexp(1 + lowkey_random_uniform(random),
+                                           lowkey_random_below(random, 12) - 6);
     const int is_constant = choice->constant_channels && lowkey_random_below(random, 4) == 0;
-    int n_used = 1 << bits;
+    int n_used = 1 << (bits + !!choice->trellis);
     if (is_constant)
         n_used = 1;
     else if (choice->few_entries && lowkey_random_below(random, 3) == 0)
         n_used = 1 + lowkey_random_below(random, n_used);
     make_table(random, n_used, n_table, center, a->exponent[c] + (is_scaled ? 0 : spread),
-               a->table + c * (size_t)n_table, a->boundary + c * (size_t)(n_table - 1));
+               a->table + c * (size_t)n_table,
+               a->boundary ? a->boundary + c * (size_t)(n_table - 1) : NULL);
     a->n_entries[c] = (uint8_t)n_used;
     if (is_constant && !is_scaled) a->lower[c] = a->upper[c] = a->table[c * (size_t)n_table];
 }
@@ -121,7 +128,7 @@ static void *take(size_t count, size_t bytes_each)
     return block;
 }
 
-static struct arrays make_arrays(size_t n, size_t d, int n_table, int feedback)
+static struct arrays make_arrays(size_t n, size_t d, int n_table, const struct lowkey_side_choice *choice)
 {
     const size_t e = (size_t)n_table;
     return (struct arrays) {
@@ -130,12 +137,13 @@ static struct arrays make_arrays(size_t n, size_t d, int n_table, int feedback)
         .order = take(n, 2),
         .exponent = take(n, 2),
         .table = take(n * e, sizeof(float)),
-        .boundary = take(e ? n * (e - 1) : 0, sizeof(float)),
+        .boundary = choice->trellis ? NULL : take(e ? n * (e - 1) : 0, sizeof(float)),
         .center = take(n, sizeof(float)),
         .lower = take(n, sizeof(float)),
         .upper = take(n, sizeof(float)),
         .rule_scale = take(n, sizeof(float)),
-        .factor = feedback ? take(n * d, sizeof(float)) : NULL,
+        .factor = choice->feedback ? take(n * d, sizeof(float)) : NULL,
+        .metric_weight = choice->trellis ? take(n, sizeof(float)) : NULL,
     };
 }
 
@@ -143,7 +151,7 @@ void lowkey_test_side_free(const lowkey_side_desc *side)
 {
     const void *const arrays[] = { side->bits,     side->order,      side->n_entries, side->table,
                                    side->boundary, side->center,     side->exponent,  side->lower,
-                                   side->upper,    side->rule_scale, side->factor };
+                                   side->upper,    side->rule_scale, side->factor,    side->metric_weight };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) free((void *)arrays[i]);
 }
 
@@ -152,8 +160,8 @@ static lowkey_side_desc make_side(struct lowkey_random *random, const struct low
 {
     const size_t d = (size_t)head_dim, n = (size_t)n_heads * d;
     const int most = choice->bits == LOWKEY_MIXED_BITS ? 5 : choice->bits,
-              n_table = most <= 5 ? 1 << most : 0;
-    const struct arrays a = make_arrays(n, d, n_table, choice->feedback);
+              n_table = most <= 5 ? 1 << (most + !!choice->trellis) : 0;
+    const struct arrays a = make_arrays(n, d, n_table, choice);
     int any_8 = 0, any_16 = 0;
     for (size_t c = 0; c < n; c++) {
         a.bits[c] = (uint8_t)(c == 0 && n_table ? most : draw_bits(random, choice));
@@ -197,6 +205,8 @@ static lowkey_side_desc make_side(struct lowkey_random *random, const struct low
         .outlier_page_capacity = any && !choice->outlier_page_capacity ? capacity
                                                                        : choice->outlier_page_capacity,
         .factor = a.factor,
+        .metric_weight = a.metric_weight,
+        .trellis = choice->trellis,
     };
 }
 
@@ -244,6 +254,19 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
     return quantizer;
 }
 
+/* A boundary of the channel; with a trellis an entry, or the middle of two that the same states allow. */
+static double tie(struct lowkey_random *random, const lowkey_side_desc *side, int c)
+{
+    const int n_table = side->table_entries, n_pairs = (1 << (side->bits[c] + 1)) - 4;
+    const float *table = side->table + c * n_table;
+    if (!side->trellis)
+        return (double)side->boundary[c * (n_table - 1) + lowkey_random_below(random, n_table - 1)];
+    if (n_pairs == 0 || lowkey_random_below(random, 2))
+        return (double)table[lowkey_random_below(random, n_table)];
+    const int k = lowkey_random_below(random, n_pairs);
+    return 0.5 * (double)table[k] + 0.5 * (double)table[k + 4];
+}
+
 void lowkey_make_rows(struct lowkey_random *random, const lowkey_layer_desc *layer, int which,
                       enum lowkey_distribution distribution, int n, float *x)
 {
@@ -259,7 +282,7 @@ void lowkey_make_rows(struct lowkey_random *random, const lowkey_layer_desc *lay
         const double half = 0.5 * (double)side->upper[c] - 0.5 * (double)side->lower[c];
         double value = size * (middle + 0.5 * half * lowkey_random_draw(random, distribution));
         if (side->bits[c] <= 5 && n_table > 1 && lowkey_random_below(random, 16) == 0) /* a tie */
-            value = (double)side->boundary[c * (n_table - 1) + lowkey_random_below(random, n_table - 1)];
+            value = tie(random, side, c);
         if (half == 0 &&
             lowkey_random_below(random, 4) == 0) /* a constant channel, now and then beside its constant */
             value += ldexp(lowkey_random_normal(random), -10);

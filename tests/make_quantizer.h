@@ -18,6 +18,7 @@ struct lowkey_side_choice { /* all zero: mixed bits, nothing else */
     int few_entries; /* some channels use fewer entries than their width has */
     int constant_channels; /* some channels have lower == upper and one entry */
     int shuffled; /* a random order of rows (RoPE partners together), else the default */
+    int trellis; /* survivors a state: 1, 2, 4; mixed bits are then 1..5 */
     double magnitude; /* channels are about so large; 0: 1, with a spread of 2^-4..2^4 and some offsets */
 };
 
@@ -42,7 +43,7 @@ lowkey_quantizer *lowkey_make_quantizer(const struct lowkey_quantizer_choice *ch
 void lowkey_test_side_free(const lowkey_side_desc *side);
 
 /* Rows of a side: x[n][n_heads * head_dim], drawn about each channel's range, a few elements beyond it, some exactly
- * on boundaries. which: 0 keys, 1 values. */
+ * on boundaries, with a trellis in the middle of two entries of a subset. which: 0 keys, 1 values. */
 void lowkey_make_rows(struct lowkey_random *random, const lowkey_layer_desc *layer, int which,
                       enum lowkey_distribution distribution, int n, float *x);
 

@@ -33,6 +33,7 @@ static void make_order(const lowkey_layer_desc *layer, int which, int head_dim, 
     }
 }
 
+/* boundary: NULL with a trellis. */
 static void make_channel(int bits, int n_table, struct lowkey_random *random, float *table, float *boundary,
                          uint8_t *n_entries, float *center, int16_t *exponent, float *lower, float *upper)
 {
@@ -45,13 +46,14 @@ static void make_channel(int bits, int n_table, struct lowkey_random *random, fl
         for (int k = 0; k + 1 < n_table; k++) boundary[k] = FLT_MAX;
         return;
     }
-    *n_entries = (uint8_t)(lowkey_random_below(random, 8) ? 1 << bits
-                                                          : 1 + lowkey_random_below(random, 1 << bits));
+    const int most = 1 << (bits + !boundary);
+    *n_entries = (uint8_t)(lowkey_random_below(random, 8) ? most : 1 + lowkey_random_below(random, most));
     float h = -60; /* in units of 2^exponent, within twice the range of 84 */
     for (int k = 0; k < n_table; k++) {
         if (k < *n_entries) h += 0.25f * (float)(1 + lowkey_random_below(random, 12));
         table[k] = *center + ldexpf(h, *exponent);
-        if (k > 0) boundary[k - 1] = k < *n_entries ? 0.5f * table[k - 1] + 0.5f * table[k] : FLT_MAX;
+        if (k > 0 && boundary)
+            boundary[k - 1] = k < *n_entries ? 0.5f * table[k - 1] + 0.5f * table[k] : FLT_MAX;
     }
 }
 
@@ -70,7 +72,7 @@ static lowkey_side_desc make_side(const lowkey_layer_desc *layer, int which,
     int n_table = 0, any_8 = 0, any_16 = 0;
     for (size_t c = 0; c < n; c++) {
         const int bits = spec->bits[c % (size_t)spec->n_bits];
-        if (bits <= 5 && 1 << bits > n_table) n_table = 1 << bits;
+        if (bits <= 5 && 1 << (bits + !!spec->trellis) > n_table) n_table = 1 << (bits + !!spec->trellis);
         any_8 |= bits == 8;
         any_16 |= bits == 16;
     }
@@ -79,14 +81,16 @@ static lowkey_side_desc make_side(const lowkey_layer_desc *layer, int which,
     uint16_t *order = array(n, 2);
     int16_t *exponent = array(n, 2);
     float *table = n_table ? array(n * (size_t)n_table, 4) : NULL,
-          *boundary = n_table ? array(n * n_boundary, 4) : NULL;
+          *boundary = n_table && !spec->trellis ? array(n * n_boundary, 4) : NULL;
     float *center = array(n, 4), *lower = array(n, 4), *upper = array(n, 4), *rule_scale = array(n, 4);
     float *factor = spec->feedback ? array(n * d, 4) : NULL;
+    float *metric_weight = spec->trellis ? array(n, 4) : NULL;
     for (size_t c = 0; c < n; c++) {
         bits[c] = (uint8_t)spec->bits[c % (size_t)spec->n_bits];
         make_channel(bits[c], n_table, random, n_table ? table + c * (size_t)n_table : NULL,
-                     n_table ? boundary + c * n_boundary : NULL, &n_entries[c], &center[c], &exponent[c],
+                     boundary ? boundary + c * n_boundary : NULL, &n_entries[c], &center[c], &exponent[c],
                      &lower[c], &upper[c]);
+        if (metric_weight) metric_weight[c] = ldexpf((float)(1 + lowkey_random_below(random, 99)), -7);
         rule_scale[c] = bits[c] == 8 ? ldexpf((float)(1 + lowkey_random_below(random, 99)), -7) : 1.0f;
     }
     for (int h = 0; h < layer->n_kv_heads; h++) {
@@ -116,6 +120,8 @@ static lowkey_side_desc make_side(const lowkey_layer_desc *layer, int which,
         .outlier_cap = any ? 4 : 0,
         .outlier_page_capacity = any ? 200 : 0,
         .factor = factor,
+        .metric_weight = metric_weight,
+        .trellis = spec->trellis,
     };
 }
 
@@ -202,7 +208,9 @@ static void same_side(const lowkey_side_desc *a, const lowkey_side_desc *b, size
     same_array("order", a->order, b->order, 2 * n);
     same_array("n_entries", a->n_entries, b->n_entries, n);
     same_array("table", a->table, b->table, 4 * n * n_table);
-    same_array("boundary", a->boundary, b->boundary, n_table ? 4 * n * (n_table - 1) : 0);
+    assert_int_equal(a->trellis, b->trellis);
+    same_array("metric_weight", a->metric_weight, b->metric_weight, 4 * n);
+    same_array("boundary", a->boundary, b->boundary, n_table && !a->trellis ? 4 * n * (n_table - 1) : 0);
     same_array("center", a->center, b->center, 4 * n);
     same_array("exponent", a->exponent, b->exponent, 2 * n);
     same_array("lower", a->lower, b->lower, 4 * n);

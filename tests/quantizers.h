@@ -12,6 +12,7 @@ struct lowkey_test_side {
     int scale_block;
     lowkey_outlier_rule outlier_rule;
     int feedback;
+    int trellis;              /* survivors a state; 0: none */
 };
 
 struct lowkey_test_spec {     /* every layer is like this */

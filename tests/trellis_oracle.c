@@ -1,4 +1,5 @@
-/* trellis_oracle.c - survivors in one list, by rising state and in a state by their order; each row makes a new list. */
+/* trellis_oracle.c - survivors in one list, by rising state and in a state by their order; each row makes a new
+ * list of them. */
 #include "tests/trellis_oracle.h"
 
 #include <float.h>
@@ -86,7 +87,8 @@ void lowkey_oracle_trellis(const lowkey_side_desc *side, int head, int head_dim,
                            unsigned *codes, float *values)
 {
     const uint16_t *order = side->order + head * head_dim;
-    const float *factor = side->factor ? side->factor + (size_t)head * (size_t)head_dim * (size_t)head_dim : NULL;
+    const size_t square = (size_t)head_dim * (size_t)head_dim;
+    const float *factor = side->factor ? side->factor + (size_t)head * square : NULL;
     struct survivor *lists = calloc(2 * MAX_SURVIVORS, sizeof *lists);
     struct survivor *old = lists, *new = lists + MAX_SURVIVORS;
     int n = 1;
