@@ -191,7 +191,8 @@ static lowkey_status make_table(struct lowkey_column *column, int is_sorted)
     if (fit->side->codebook != LOWKEY_CODEBOOK_FITTED) return fixed_table(fit, c), LOWKEY_OK;
     struct lowkey_centroids centroids;
     LOWKEY_TRY((is_sorted ? lowkey_kmeans_sorted : lowkey_kmeans_points)(
-        (size_t)column->n, column->x, column->w, 1 << fit->bits[c], &centroids, &column->err));
+        (size_t)column->n, column->x, column->w,
+        lowkey_most_entries(fit->side->trellis, fit->bits[c]), &centroids, &column->err));
     lowkey_table_make(centroids.n, centroids.value, centroids.boundary, 0, 1, &fit->tables[c]);
     return LOWKEY_OK;
 }

@@ -125,17 +125,26 @@ static lowkey_status factor_matrix(int head_dim, const double *H, const uint16_t
                        head_dim, damp);
 }
 
+float lowkey_metric_weight(double weight, double largest)
+{
+    if (!(largest > 0)) return 1;
+    return (float)fmin(fmax(weight / largest, 0x1p-40), 1); /* fmin: of an infinite weight */
+}
+
 lowkey_status lowkey_feedback_factor(int head_dim, const double *H, const uint16_t *order, double damp,
-                                     float *factor, int *is_zero, lowkey_error *err)
+                                     float *factor, float *metric_weight, int *is_zero, lowkey_error *err)
 {
     const size_t D = (size_t)head_dim;
-    double *l;
+    double *l, largest = 0;
     memset(factor, 0, D * D * sizeof *factor);
     LOWKEY_TRY(factor_matrix(head_dim, H, order, damp, &l, NULL, err));
     *is_zero = !l;
     for (size_t i = 0; i < D && l; i++)
         for (size_t j = 0; j < i; j++)
             factor[i * D + j] = lowkey_f16_to_f32(lowkey_f32_to_f16_saturate((float)l[i * D + j], NULL));
+    for (size_t j = 0; j < D && l; j++) largest = fmax(largest, l[j * D + j]);
+    for (size_t j = 0; j < D && metric_weight; j++)
+        metric_weight[order[j]] = lowkey_metric_weight(l ? l[j * D + j] : 1, largest);
     free(l);
     return LOWKEY_OK;
 }

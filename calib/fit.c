@@ -60,8 +60,9 @@ static void settle_refit(enum lowkey_sensitivity sensitivity, struct lowkey_fit_
     for (int which = 0; which < 2; which++) {
         struct lowkey_side_options *side = &options->side[which];
         if (side->refit == LOWKEY_REFIT_AUTO)
-            side->refit = sensitivity == LOWKEY_SENSITIVITY_FISHER && lowkey_has_plain_tables(side) ? 2 : 0;
-        if (!side->feedback) side->refit = 0; /* without it the values are quantized as they are */
+            side->refit = side->trellis || (sensitivity == LOWKEY_SENSITIVITY_FISHER && lowkey_has_plain_tables(side)) ? 2
+                                                                                                                     : 0;
+        if (!side->feedback && !side->trellis) side->refit = 0; /* the values are quantized as they are */
     }
 }
 

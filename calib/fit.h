@@ -32,6 +32,7 @@ struct lowkey_side_options { /* of keys, or of values */
     double outlier_fraction; /* 0 to 1; the rule is limit for static tables, rank with a token scale */
     int outlier_cap; /* a token; 0: four times what the fraction says for limit, all for rank */
     int outlier_page_capacity; /* 0: one and a half times what the fraction says for limit, all for rank */
+    int trellis; /* survivors of a state that packing keeps: 1, 2, 4; 0: no trellis */
     int feedback; /* 0, 1, or LOWKEY_FEEDBACK_IF_POSSIBLE */
     int refit; /* rounds of fitting tables again to what feedback makes of the values; LOWKEY_REFIT_AUTO */
     int gain, qnorm;

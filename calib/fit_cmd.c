@@ -32,6 +32,7 @@ static const char usage[] =
     "  --[..]outlier-page N      at most so many a page of 64 tokens\n"
     "  --[..]rule-8 R            e4m3 (default), e5m2, int8\n"
     "  --[..]rule-16 R           f16 (default), bf16\n"
+    "  --[..]trellis N           code rows by a trellis, whose search keeps 1, 2 or 4 survivors a state (0: none)\n"
     "  --[..]qnorm               match the spread after quantization\n"
     "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both, none\n"
     "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both, none\n"
@@ -65,13 +66,14 @@ enum side_option {
     OUTLIER_PAGE,
     RULE_8,
     RULE_16,
+    TRELLIS,
     QNORM,
     N_SIDE_OPTIONS
 };
 static const char *const side_options[N_SIDE_OPTIONS] = { "bits",        "codebook",     "scope",
                                                           "token-scale", "scale-block",  "outliers",
                                                           "outlier-cap", "outlier-page", "rule-8",
-                                                          "rule-16",     "qnorm" };
+                                                          "rule-16",     "trellis",      "qnorm" };
 enum other_option {
     OUT = 4 * N_SIDE_OPTIONS + 256,
     PRESET,
@@ -199,6 +201,7 @@ static int parse_side(struct lowkey_side_options *side, enum side_option which, 
     case SCALE_BLOCK: return parse_number(option, text, 0, 65536, &side->scale_block);
     case OUTLIERS: return lowkey_parse_double("fit", option, text, 0, 1, &side->outlier_fraction);
     case OUTLIER_CAP: return parse_number(option, text, 1, 65535, &side->outlier_cap);
+    case TRELLIS: return parse_number(option, text, 0, 4, &side->trellis);
     case OUTLIER_PAGE: return parse_number(option, text, 1, 65535, &side->outlier_page_capacity);
     default: side->qnorm = 1;
     }

@@ -95,12 +95,13 @@ int lowkey_has_plain_tables(const struct lowkey_side_options *side)
 
 static lowkey_status check_side(const struct lowkey_side_options *side, const char *name, lowkey_error *err)
 {
-    int any_table = 0, any_one = 0, any_packed = 0;
+    int any_table = 0, any_one = 0, any_packed = 0, any_16_or_8 = 0;
     for (int i = 0; i < side->n_widths; i++) {
         if (!lowkey_wide_bits(side->widths[i]))
             return lowkey_fail(err, LOWKEY_EINVAL, "%s: a width is 1 to 5, 8 or 16 bits, not %d", name,
                                side->widths[i]);
         any_table |= side->widths[i] <= 5;
+        any_16_or_8 |= side->widths[i] > 5;
         any_packed |= side->widths[i] <= 8;
         any_one |= side->widths[i] == 1;
     }
@@ -121,6 +122,12 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: 16 bits have no outliers", name);
     if (!any_table && (side->gain || side->qnorm))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a correction belongs to widths of 1 to 5 bits", name);
+    if (side->trellis < 0 || side->trellis > 4 || side->trellis == 3)
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a trellis keeps 1, 2 or 4 survivors of a state, not %d", name,
+                           side->trellis);
+    if (side->trellis && (!lowkey_has_plain_tables(side) || any_16_or_8))
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "%s: a trellis goes with fitted tables per channel of 1 to 5 bits, without token scales and outliers", name);
     if (side->refit > 0 && side->feedback && !lowkey_has_plain_tables(side))
         return lowkey_fail(err, LOWKEY_EINVAL,
                            "%s: refitting goes with fitted tables per channel, without token scales and outliers", name);

@@ -1,10 +1,10 @@
-/* kmeans.h - weighted k-means in one dimension, as good as exact: codebooks of up to 32 centroids. */
+/* kmeans.h - weighted k-means in one dimension, as good as exact: codebooks of up to 64 centroids. */
 #ifndef LOWKEY_KMEANS_H
 #define LOWKEY_KMEANS_H
 
 #include "runtime/lowkey.h"
 
-enum { LOWKEY_MAX_CENTROIDS = 32 };
+enum { LOWKEY_MAX_CENTROIDS = 64 };
 
 struct lowkey_centroids {
     int n; /* in use: the wanted ones, or as many as there are distinct values */

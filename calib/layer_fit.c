@@ -102,7 +102,8 @@ static lowkey_status fit_feedback(struct lowkey_layer_fit *fit, int which, lowke
     for (size_t h = 0; h < H && status == LOWKEY_OK; h++) {
         int is_zero;
         status = lowkey_feedback_factor((int)D, moments + h * D * D, side->order + h * D, fit->options->damp,
-                                        side->factor + h * D * D, &is_zero, err);
+                                        side->factor + h * D * D,
+                                        side->metric_weight ? side->metric_weight + h * D : NULL, &is_zero, err);
         side->notes.zero_feedback += is_zero;
     }
     free(mine);
@@ -142,6 +143,7 @@ static lowkey_status fit_side(struct lowkey_layer_fit *fit, int which, struct lo
     LOWKEY_TRY(lowkey_columns_fit(side, err));
     lowkey_grids_free(&fit->grids[which]);
     LOWKEY_TRY(lowkey_side_fit_suspect(side, err));
+    if (side->metric_weight) lowkey_side_fit_weigh_rows(side);
     LOWKEY_TRY(fit_feedback(fit, which, err));
     lowkey_side_fit_store(side);
     return LOWKEY_OK;

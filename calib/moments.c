@@ -28,17 +28,17 @@ static void add_table_units(const struct page_view *view, int row, struct lowkey
     const double shift = view->moments->shift[c];
     struct lowkey_channel_moments m = { 0 };
     for (int t = 0; t < page->n_tokens; t++) {
-        const unsigned code = lowkey_code_get(page->pages[view->head], &head->rows[row],
-                                              page->first_slot + t);
+        const unsigned entry = lowkey_entry_get(page->pages[view->head], head->rows, side->head_dim, row,
+                                                page->first_slot + t, side->trellis);
         const float x = page->x[(size_t)t * C + (size_t)c];
-        histogram[code]++;
+        histogram[entry]++;
         if (view->is_outlier[(size_t)t * C + (size_t)c]) continue;
         if (side->outlier_rule == LOWKEY_OUTLIER_LIMIT && !(x >= side->lower[c] && x <= side->upper[c]))
             continue;
         const struct lowkey_grid grid = lowkey_grid_of(side, page->side_page, page->first_slot + t, c);
         if (grid.scale == 0) continue;
         const double u = ((double)x - (double)grid.zero) / (double)grid.scale - shift,
-                     v = (double)table[code] - shift;
+                     v = (double)table[entry] - shift;
         m.n += 1;
         m.u += u;
         m.uu += u * u;

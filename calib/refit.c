@@ -1,5 +1,6 @@
-/* refit.c - with feedback a row quantizes t = x - sum of l e, not x: tables fitted to x are not the best for it. Sums of
- * weights and targets over the codes that packing gives, and the tables they make. */
+/* refit.c - with feedback a row quantizes t = x - sum of l e, not x: tables fitted to x are not the best for it; nor are
+ * they for a trellis, which does not take the nearest entry. Sums of weights and targets over the entries that packing
+ * takes, and the tables they make. */
 #include "calib/refit.h"
 
 #include <math.h>
@@ -23,7 +24,7 @@ static size_t sums_count(const struct lowkey_side_fit *fit)
 static void find_targets(const struct lowkey_head *head, int D, const float *x, const float *value, float *target)
 {
     for (int r = 0; r < D; r++) target[r] = x[head->rows[r].channel];
-    for (int j = D - 1; j > 0; j--) {
+    for (int j = D - 1; j > 0 && head->factor; j--) {
         const int c = head->rows[j].channel;
         const float error = value[c] - x[c], *factor = head->factor + (size_t)j * (size_t)D;
         for (int i = 0; i < j; i++) target[i] -= factor[i] * error;
@@ -56,11 +57,12 @@ static void visit(void *user, void *of, const struct lowkey_packed_page *page)
             for (size_t r = 0; r < D; r++) {
                 const size_t channel = head->rows[r].channel, c = (size_t)h * D + channel;
                 if (head->rows[r].bits > 5 || !isfinite(target[r])) continue;
-                const unsigned code = lowkey_code_get(page->pages[h], &head->rows[r], page->first_slot + t);
+                const unsigned entry = lowkey_entry_get(page->pages[h], head->rows, side->head_dim, (int)r,
+                                                        page->first_slot + t, side->trellis);
                 const double weight = (double)lowkey_weight_made(
                     &fit->shapes[c], page->weight ? page->weight[row + channel] : 1);
-                sums[c * E + code].weight += weight;
-                sums[c * E + code].moment += weight * (double)target[r];
+                sums[c * E + entry].weight += weight;
+                sums[c * E + entry].moment += weight * (double)target[r];
             }
         }
     }

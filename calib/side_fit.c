@@ -50,9 +50,11 @@ static lowkey_status take_arrays(struct lowkey_side_fit *fit, struct lowkey_pool
         LOWKEY_TRY(lowkey_pool_take(pool, arrays[i].count, arrays[i].bytes_each, arrays[i].out, err));
     if (E) {
         LOWKEY_TRY(lowkey_pool_take(pool, C * E, sizeof(float), &fit->table, err));
-        LOWKEY_TRY(lowkey_pool_take(pool, C * (E - 1), sizeof(float), &fit->boundary, err));
+        if (!fit->side->trellis)
+            LOWKEY_TRY(lowkey_pool_take(pool, C * (E - 1), sizeof(float), &fit->boundary, err));
         LOWKEY_TRY(lowkey_pool_take(pool, C * E, sizeof(uint64_t), &report->histogram, err));
     }
+    if (fit->side->trellis) LOWKEY_TRY(lowkey_pool_take(pool, C, sizeof(float), &fit->metric_weight, err));
     if (fit->side->feedback) LOWKEY_TRY(lowkey_pool_take(pool, C * D, sizeof(float), &fit->factor, err));
     return LOWKEY_OK;
 }
@@ -132,9 +134,10 @@ lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_po
         any_8 |= fit->bits[c] == 8;
         any_16 |= fit->bits[c] == 16;
     }
-    fit->n_table = widest ? 1 << widest : 0;
+    fit->n_table = widest ? lowkey_most_entries(fit->side->trellis, widest) : 0;
     LOWKEY_TRY(take_arrays(fit, pool, err));
     for (size_t c = 0; c < fit->n_channels; c++) fit->rule_scale[c] = fit->report.gain[c] = 1;
+    for (size_t c = 0; c < fit->n_channels && fit->metric_weight; c++) fit->metric_weight[c] = 1;
     fit->desc = (lowkey_side_desc) {
         .struct_size = sizeof fit->desc,
         .bits = fit->bits,
@@ -151,6 +154,8 @@ lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_po
         .rule_8 = any_8 ? fit->side->rule_8 : LOWKEY_RULE_NONE,
         .rule_16 = any_16 ? fit->side->rule_16 : LOWKEY_RULE_NONE,
         .factor = fit->factor,
+        .trellis = fit->side->trellis,
+        .metric_weight = fit->metric_weight,
     };
     fit->report.table_scope = scope_names[fit->side->scope];
     fit->report.codebook = widest ? codebook_names[fit->side->codebook] : "none";
@@ -158,6 +163,24 @@ lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_po
     fit->report.gain_corrected = widest ? fit->side->gain : 0;
     lay_outliers(fit, widest || any_8);
     return widest ? lay_scale(fit, err) : LOWKEY_OK;
+}
+
+void lowkey_side_fit_weigh_rows(struct lowkey_side_fit *fit)
+{
+    const size_t D = (size_t)fit->head_dim;
+    for (size_t first = 0; first < fit->n_channels; first += D) {
+        double weight[LOWKEY_MAX_HEAD_DIM], largest = 0;
+        for (size_t c = 0; c < D; c++) {
+            const struct lowkey_weight_shape *shape = &fit->shapes[first + c];
+            const double half_range = fit->scale[first + c];
+            weight[c] = fit->weights.source != LOWKEY_WEIGHTS_NONE ? lowkey_weight_unit(shape) * shape->mean
+                        : half_range > 0                           ? 1 / half_range / half_range
+                                                                   : 0;
+            if (isfinite(weight[c])) largest = fmax(largest, weight[c]);
+        }
+        for (size_t c = 0; c < D; c++)
+            fit->metric_weight[first + c] = lowkey_metric_weight(weight[c], largest);
+    }
 }
 
 /* The farthest that a channel's values are from the middle of its limits. */
@@ -187,7 +210,7 @@ void lowkey_side_fit_store(struct lowkey_side_fit *fit)
         fit->center[c] = stored.center;
         fit->exponent[c] = (int16_t)stored.exponent;
         for (size_t k = 0; k < E; k++) fit->table[c * E + k] = stored.entry[k];
-        for (size_t k = 0; k + 1 < E; k++) fit->boundary[c * (E - 1) + k] = stored.boundary[k];
+        for (size_t k = 0; k + 1 < E && fit->boundary; k++) fit->boundary[c * (E - 1) + k] = stored.boundary[k];
     }
 }
 
@@ -256,7 +279,7 @@ void lowkey_side_fit_report(struct lowkey_side_fit *fit, const struct lowkey_mom
         report->mse[c] = m->error / n;
         report->weighted_mse[c] = m->weight > 0 ? m->weighted_error / m->weight : 0;
         if (E) memcpy(report->histogram + c * E, moments->histogram + c * E, E * sizeof(uint64_t));
-        for (int k = 0; fit->bits[c] <= 5 && k < 1 << fit->bits[c]; k++)
+        for (int k = 0; fit->bits[c] <= 5 && k < lowkey_most_entries(fit->side->trellis, fit->bits[c]); k++)
             if (moments->histogram[c * E + (size_t)k] == 0) fit->flags[c] |= LOWKEY_FLAG_UNUSED_CODES;
         n_offset += (fit->flags[c] & LOWKEY_FLAG_OFFSET) && !(fit->flags[c] & LOWKEY_FLAG_CONSTANT);
     }

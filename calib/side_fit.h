@@ -45,7 +45,7 @@ struct lowkey_side_fit {
     /* What the description points to. */
     uint16_t *order;
     uint8_t *n_entries;
-    float *table, *boundary, *center, *lower, *upper, *rule_scale, *factor;
+    float *table, *boundary, *center, *lower, *upper, *rule_scale, *factor, *metric_weight;
     int16_t *exponent;
     lowkey_side_desc desc;
     struct lowkey_side_report report;
@@ -55,6 +55,8 @@ struct lowkey_side_fit {
 lowkey_status lowkey_side_fit_init(struct lowkey_side_fit *fit, struct lowkey_pool *pool, lowkey_error *err);
 /* Ranges, weights and tables of every channel, from its values of all tokens (columns.c). */
 lowkey_status lowkey_columns_fit(struct lowkey_side_fit *fit, lowkey_error *err);
+/* How much rows count in the search of a trellis: the mean weight of each channel. A feedback's factor knows better. */
+void lowkey_side_fit_weigh_rows(struct lowkey_side_fit *fit);
 /* Round tables into what the description points to. */
 void lowkey_side_fit_store(struct lowkey_side_fit *fit);
 /* Apply the side's corrections to its tables; a table that would leave the range keeps its entries. */

@@ -7,7 +7,7 @@
 #include "calib/kmeans.h"
 
 struct lowkey_table { /* as fitted, before rounding */
-    int n; /* entries in use, 1 to 32 */
+    int n; /* entries in use, 1 to 64 */
     double entry[LOWKEY_MAX_CENTROIDS]; /* rising */
     float boundary[LOWKEY_MAX_CENTROIDS - 1]; /* code = how many are below x */
 };

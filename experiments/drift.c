@@ -58,7 +58,7 @@ void lowkey_drift_free(lowkey_drift *drift)
     free(drift);
 }
 
-/* Codes of slots first..end-1 of a head's page; counts: the head's, [D][E]. */
+/* The entries that codes of slots first..end-1 stand for, of a head's page; counts: the head's, [D][E]. */
 static void count_codes(const struct lowkey_side *side, int head, const uint8_t *page, int first, int end,
                         uint64_t *counts)
 {
@@ -66,7 +66,8 @@ static void count_codes(const struct lowkey_side *side, int head, const uint8_t 
         const struct lowkey_row *row = &side->heads[head].rows[r];
         uint64_t *channel = counts + (size_t)row->channel * (size_t)side->table_entries;
         if (row->bits > 5) continue;
-        for (int t = first; t < end; t++) channel[lowkey_code_get(page, row, t)]++;
+        for (int t = first; t < end; t++)
+            channel[lowkey_entry_get(page, side->heads[head].rows, side->head_dim, r, t, side->trellis)]++;
     }
 }
 

@@ -274,6 +274,8 @@ lowkey_status lowkey_h5_put_version(lowkey_h5 *file, int minor, lowkey_error *er
 {
     LOWKEY_QUIET;
     const int64_t version[2] = { LOWKEY_FORMAT_MAJOR, minor };
+    file->major = LOWKEY_FORMAT_MAJOR;
+    file->minor = minor;
     return put(file, "/", "schema_version", 2, H5T_STD_I64LE, version, err);
 }
 

@@ -15,7 +15,7 @@
 #define LOWKEY_INLINE static inline
 #endif
 
-enum { LOWKEY_PAGE_SLOTS = 64, LOWKEY_MAX_HEAD_DIM = 256, LOWKEY_MAX_TABLE = 32 };
+enum { LOWKEY_PAGE_SLOTS = 64, LOWKEY_MAX_HEAD_DIM = 256, LOWKEY_MAX_TABLE = 64 };
 
 /* Bits of the wide plane of a code of that many bits: 1, 2, 2, 4, 4, 8, 16; 0: no such width. */
 LOWKEY_INLINE int lowkey_wide_bits(int bits)

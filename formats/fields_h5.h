@@ -18,7 +18,8 @@ struct lowkey_field_sizes {
     int n_heads, head_dim, n_table;
     unsigned has; /* bits of lowkey_field_when */
 };
-enum lowkey_field_when { LOWKEY_FIELD_ALWAYS = 1, LOWKEY_FIELD_TABLE = 2, LOWKEY_FIELD_RULE_8 = 4, LOWKEY_FIELD_FACTOR = 8 };
+enum lowkey_field_when { LOWKEY_FIELD_ALWAYS = 1, LOWKEY_FIELD_TABLE = 2, LOWKEY_FIELD_RULE_8 = 4, LOWKEY_FIELD_FACTOR = 8,
+                         LOWKEY_FIELD_BOUNDARY = 16, LOWKEY_FIELD_TRELLIS = 32 };
 
 struct lowkey_field {
     const char *name;  /* of the dataset */

@@ -128,7 +128,9 @@ lowkey_status lowkey_record_write(lowkey_h5 *file, const struct lowkey_fit_recor
     LOWKEY_TRY(
         lowkey_h5_put_double(file, "/fit", "outlier_fraction_value", record->outlier_fraction_value, err));
     LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "damp", record->damp, err));
-    if (record->budget > 0) {
+    int major, minor;
+    lowkey_h5_version(file, &major, &minor);
+    if (minor >= 2) {
         LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "budget", record->budget, err));
         LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "predicted_cost_key", record->predicted_cost_key, err));
         LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "predicted_cost_value", record->predicted_cost_value, err));

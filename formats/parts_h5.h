@@ -12,7 +12,7 @@ struct lowkey_h5 {
     hid_t id;
     char *path;          /* as the caller named it: the target of a writer */
     char schema[16];
-    int major, minor;    /* schema_version, of a reader */
+    int major, minor;    /* schema_version */
     int ignores_unknown; /* a reader, and the file's minor version is greater than ours */
     /* writer */
     char *temporary;     /* path of what is written; NULL: a reader */

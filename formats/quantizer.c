@@ -88,10 +88,12 @@ static void copy_side(struct lowkey_block *block, const lowkey_layer_desc *layer
     float *rule_scale = copy(block, given.rule_scale, n, sizeof *rule_scale);
     side->bits = copy(block, given.bits, n, sizeof *given.bits);
     side->table = n_table ? copy(block, given.table, n * n_table, sizeof *given.table) : NULL;
-    side->boundary = n_table ? copy(block, given.boundary, n * (n_table - 1), sizeof *given.boundary) : NULL;
+    side->boundary = given.boundary ? copy(block, given.boundary, n * lowkey_n_between(&given), sizeof *given.boundary)
+                                    : NULL;
     side->lower = copy(block, given.lower, n, sizeof *given.lower);
     side->upper = copy(block, given.upper, n, sizeof *given.upper);
     side->factor = given.factor ? copy(block, given.factor, n * d, sizeof *given.factor) : NULL;
+    side->metric_weight = given.metric_weight ? copy(block, given.metric_weight, n, sizeof *given.metric_weight) : NULL;
     side->order = order, side->n_entries = n_entries, side->center = center, side->exponent = exponent;
     side->rule_scale = rule_scale;
     if (!block->base) return;
@@ -99,7 +101,7 @@ static void copy_side(struct lowkey_block *block, const lowkey_layer_desc *layer
     for (size_t h = 0; h < n_heads && !given.order; h++)
         lowkey_default_order(head_dim, which ? 0 : layer->rope_dims, layer->rope_pairing, order + h * d);
     for (size_t c = 0; c < n; c++) {
-        if (!given.n_entries) n_entries[c] = side->bits[c] <= 5 ? (uint8_t)(1 << side->bits[c]) : 0;
+        if (!given.n_entries) n_entries[c] = (uint8_t)lowkey_most_entries(given.trellis, side->bits[c]);
         if (!given.center) center[c] = 0;
         if (!given.exponent) exponent[c] = 0;
         if (!given.rule_scale) rule_scale[c] = 1;

@@ -63,8 +63,10 @@ static struct subject subject_of(const lowkey_layer_desc *layer, int which, lowk
 static lowkey_status check_arrays_given(const struct subject *s)
 {
     const lowkey_side_desc *side = s->side;
-    if (s->n_table != 0 && (s->n_table < 2 || s->n_table > LOWKEY_MAX_TABLE))
-        return refuse(s, "table_entries: expected 0 or 2 to %d, found %d", LOWKEY_MAX_TABLE, s->n_table);
+    const int low = side->trellis ? 4 : 2, high = side->trellis ? LOWKEY_MAX_TABLE : LOWKEY_MAX_TABLE / 2;
+    if ((s->n_table != 0 || side->trellis) && (s->n_table < low || s->n_table > high))
+        return refuse(s, "table_entries: expected %s%d to %d, found %d", side->trellis ? "" : "0 or ", low, high,
+                      s->n_table);
     const struct {
         const char *name;
         const void *array;
@@ -74,12 +76,14 @@ static lowkey_status check_arrays_given(const struct subject *s)
         { "lower", side->lower, 1 },
         { "upper", side->upper, 1 },
         { "table", side->table, s->n_table > 0 },
-        { "boundary", side->boundary, s->n_table > 0 },
+        { "boundary", side->boundary, s->n_table > 0 && !side->trellis },
+        { "metric_weight", side->metric_weight, side->trellis > 0 },
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++)
         if (!arrays[i].array != !arrays[i].wanted)
-            return refuse(s, "%s: expected %s, as table_entries is %d", arrays[i].name,
-                          arrays[i].wanted ? "an array, found none" : "none, found an array", s->n_table);
+            return refuse(s, "%s: expected %s, as table_entries is %d and trellis %d", arrays[i].name,
+                          arrays[i].wanted ? "an array, found none" : "none, found an array", s->n_table,
+                          side->trellis);
     return LOWKEY_OK;
 }
 
@@ -95,6 +99,21 @@ static lowkey_status check_token_scale(const struct subject *s)
     if (block < 8 || block % 8 || n % block)
         return refuse(s, "scale_block: expected a multiple of 8 that divides %d channels, found %d", n,
                       block);
+    return LOWKEY_OK;
+}
+
+/* Before all else: what a trellis leaves out, and how it is packed. */
+static lowkey_status check_trellis(const struct subject *s)
+{
+    const lowkey_side_desc *side = s->side;
+    if (side->trellis < 0 || side->trellis > 4 || side->trellis == 3)
+        return refuse(s, "trellis: expected 0, 1, 2 or 4 survivors of a state, found %d", side->trellis);
+    if (side->reserved != 0) return refuse(s, "reserved: expected 0, found %d", side->reserved);
+    if (!side->trellis) return LOWKEY_OK;
+    if (side->token_scale != LOWKEY_SCALE_NONE)
+        return refuse(s, "token_scale: expected none with a trellis, found number %d", (int)side->token_scale);
+    if (side->outlier_rule != LOWKEY_OUTLIER_NONE)
+        return refuse(s, "outlier_rule: expected none with a trellis, found number %d", (int)side->outlier_rule);
     return LOWKEY_OK;
 }
 
@@ -129,6 +148,7 @@ lowkey_status lowkey_layer_check_shape(const lowkey_layer_desc *layer, lowkey_er
 {
     for (int which = 0; which < 2; which++) {
         const struct subject s = subject_of(layer, which, err);
+        LOWKEY_TRY(check_trellis(&s));
         LOWKEY_TRY(check_arrays_given(&s));
         LOWKEY_TRY(check_token_scale(&s));
         LOWKEY_TRY(check_outliers(&s));
@@ -146,13 +166,16 @@ static lowkey_status check_bits(const struct subject *s)
         const int bits = side->bits[c];
         if (!lowkey_wide_bits(bits))
             return refuse_channel(s, "bits", c, "expected 1 to 5, 8 or 16, found %d", bits);
+        if (side->trellis && bits > 5)
+            return refuse_channel(s, "bits", c, "expected 1 to 5 with a trellis, found %d", bits);
         any_8 |= bits == 8;
         any_16 |= bits == 16;
         if (bits > 5) continue;
         any_table = 1;
-        if (s->n_table < 1 << bits)
-            return refuse_channel(s, "table", c, "%d bits need %d entries, found %d entries", bits, 1 << bits,
-                                  s->n_table);
+        if (s->n_table < lowkey_most_entries(side->trellis, bits))
+            return refuse_channel(s, "table", c, "%d bits%s need %d entries, found %d entries", bits,
+                                  side->trellis ? " with a trellis" : "",
+                                  lowkey_most_entries(side->trellis, bits), s->n_table);
     }
     if (!any_table && s->n_table)
         return refuse(s, "table_entries: expected 0, as no channel has a table, found %d", s->n_table);
@@ -225,10 +248,13 @@ static lowkey_status check_ranges(const struct subject *s)
     LOWKEY_TRY(check_finite(s, "upper", side->upper, 1));
     LOWKEY_TRY(check_finite(s, "center", side->center, 1));
     LOWKEY_TRY(check_finite(s, "rule_scale", side->rule_scale, 1));
+    if (side->metric_weight) LOWKEY_TRY(check_finite(s, "metric_weight", side->metric_weight, 1));
     for (size_t c = 0; c < s->n_channels; c++) {
         if (!(side->lower[c] <= side->upper[c]))
             return refuse_channel(s, "lower", c, "expected at most upper %.9g, found %.9g",
                                   (double)side->upper[c], (double)side->lower[c]);
+        if (side->metric_weight && !(side->metric_weight[c] > 0))
+            return refuse_channel(s, "metric_weight", c, "expected > 0, found %.9g", (double)side->metric_weight[c]);
         if (side->exponent[c] < -126 || side->exponent[c] > 112) /* 65504 * 2^112 is finite */
             return refuse_channel(s, "exponent", c, "expected -126 to 112, found %d", side->exponent[c]);
         if (side->bits[c] == 8 ? !(side->rule_scale[c] > 0) : side->rule_scale[c] != 1.0f)
@@ -318,14 +344,15 @@ static lowkey_status check_tables(const struct subject *s)
 {
     if (s->n_table == 0) return LOWKEY_OK;
     LOWKEY_TRY(check_finite(s, "table", s->side->table, (size_t)s->n_table));
-    LOWKEY_TRY(check_finite(s, "boundary", s->side->boundary, (size_t)s->n_table - 1));
+    if (s->side->boundary) LOWKEY_TRY(check_finite(s, "boundary", s->side->boundary, (size_t)s->n_table - 1));
     for (size_t c = 0; c < s->n_channels; c++) {
-        const int bits = s->side->bits[c], n_used = s->side->n_entries[c];
-        if (bits <= 5 ? n_used < 1 || n_used > 1 << bits : n_used != 0)
-            return refuse_channel(s, "n_entries", c, "expected %d to %d at %d bits, found %d", bits <= 5,
-                                  bits <= 5 ? 1 << bits : 0, bits, n_used);
+        const int bits = s->side->bits[c], n_used = s->side->n_entries[c],
+                  most = lowkey_most_entries(s->side->trellis, bits);
+        if (n_used < (most > 0) || n_used > most)
+            return refuse_channel(s, "n_entries", c, "expected %d to %d at %d bits, found %d", most > 0, most,
+                                  bits, n_used);
         LOWKEY_TRY(check_entries(s, c, n_used));
-        LOWKEY_TRY(check_boundaries(s, c, n_used));
+        if (s->side->boundary) LOWKEY_TRY(check_boundaries(s, c, n_used));
     }
     return LOWKEY_OK;
 }

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "formats/codes.h"
 #include "formats/fit_record_h5.h"
 #include "formats/geometry.h"
 #include "runtime/error.h"
@@ -12,17 +13,19 @@
 static const struct lowkey_field side_fields[] = {
     { SIDE(bits), .type = LOWKEY_FIELD_U8, .when = LOWKEY_FIELD_ALWAYS, .high = 16 },
     { SIDE(order), .type = LOWKEY_FIELD_U16, .when = LOWKEY_FIELD_ALWAYS, .high = 255 },
-    { SIDE(n_entries), .type = LOWKEY_FIELD_U8, .when = LOWKEY_FIELD_TABLE, .high = 32 },
+    { SIDE(n_entries), .type = LOWKEY_FIELD_U8, .when = LOWKEY_FIELD_TABLE, .high = LOWKEY_MAX_TABLE },
     { SIDE(table), .type = LOWKEY_FIELD_F32, .shape = LOWKEY_FIELD_HDE, .when = LOWKEY_FIELD_TABLE },
-    { SIDE(boundary), .type = LOWKEY_FIELD_F32, .shape = LOWKEY_FIELD_HDE_1, .when = LOWKEY_FIELD_TABLE },
+    { SIDE(boundary), .type = LOWKEY_FIELD_F32, .shape = LOWKEY_FIELD_HDE_1, .when = LOWKEY_FIELD_BOUNDARY },
     { SIDE(center), .type = LOWKEY_FIELD_F32, .when = LOWKEY_FIELD_ALWAYS },
     { SIDE(exponent), .type = LOWKEY_FIELD_I16, .when = LOWKEY_FIELD_ALWAYS, .low = -126, .high = 127 },
     { SIDE(rule_scale), .type = LOWKEY_FIELD_F32, .when = LOWKEY_FIELD_RULE_8 },
     { SIDE(lower), .type = LOWKEY_FIELD_F32, .when = LOWKEY_FIELD_ALWAYS },
     { SIDE(upper), .type = LOWKEY_FIELD_F32, .when = LOWKEY_FIELD_ALWAYS },
+    { SIDE(metric_weight), .type = LOWKEY_FIELD_F32, .when = LOWKEY_FIELD_TRELLIS },
     { SIDE(factor), .type = LOWKEY_FIELD_F16, .shape = LOWKEY_FIELD_HDD, .when = LOWKEY_FIELD_FACTOR },
     { 0 },
 };
+enum { BUDGET_MINOR = 2, TRELLIS_MINOR = 3 }; /* versions that brought them */
 static const char *const side_names[] = { "key", "value", NULL };
 static const char *const token_scales[] = { "none", "f16", "f32", NULL }; /* by lowkey_token_scale */
 static const char *const outlier_rules[] = { "none", "limit", "rank", NULL }; /* by lowkey_outlier_rule */
@@ -37,6 +40,8 @@ static struct lowkey_field_sizes sizes_of(const lowkey_layer_desc *layer, int wh
         .head_dim = lowkey_side_head_dim(layer, which),
         .n_table = side->table_entries,
         .has = LOWKEY_FIELD_ALWAYS | (side->table_entries > 0 ? LOWKEY_FIELD_TABLE : 0) |
+               (side->table_entries > 0 && !side->trellis ? LOWKEY_FIELD_BOUNDARY : 0) |
+               (side->trellis ? LOWKEY_FIELD_TRELLIS : 0) |
                (side->rule_8 != LOWKEY_RULE_NONE ? LOWKEY_FIELD_RULE_8 : 0) |
                (side->factor ? LOWKEY_FIELD_FACTOR : 0),
     };
@@ -48,11 +53,14 @@ static lowkey_status read_side_attributes(lowkey_h5 *file, const char *group, co
                                           int which, lowkey_side_desc *side, int *feedback, lowkey_error *err)
 {
     const int n = layer->n_kv_heads * lowkey_side_head_dim(layer, which);
-    int rule_8, rule_16, token_scale, outlier_rule;
-    LOWKEY_TRY(lowkey_h5_get_small(file, group, "table_entries", 0, 32, &side->table_entries, err));
+    int rule_8, rule_16, token_scale, outlier_rule, major, minor;
+    lowkey_h5_version(file, &major, &minor);
+    if (minor >= TRELLIS_MINOR)
+        LOWKEY_TRY(lowkey_h5_get_small(file, group, "trellis", 0, 4, &side->trellis, err));
+    const int most = side->trellis ? LOWKEY_MAX_TABLE : LOWKEY_MAX_TABLE / 2;
+    LOWKEY_TRY(lowkey_h5_get_small(file, group, "table_entries", 0, most, &side->table_entries, err));
     if (side->table_entries == 1)
-        return lowkey_h5_fail(file, err, "%s: attribute table_entries: expected 0 or 2 to 32, found 1",
-                              group);
+        return lowkey_h5_fail(file, err, "%s: attribute table_entries: expected 0 or 2 to %d, found 1", group, most);
     LOWKEY_TRY(lowkey_h5_get_choice(file, group, "rule_8", rules_8, &rule_8, err));
     LOWKEY_TRY(lowkey_h5_get_choice(file, group, "rule_16", rules_16, &rule_16, err));
     LOWKEY_TRY(lowkey_h5_get_choice(file, group, "token_scale", token_scales, &token_scale, err));
@@ -75,7 +83,9 @@ static lowkey_status read_side(lowkey_h5 *file, const lowkey_layer_desc *layer, 
                                lowkey_side_desc *side, struct lowkey_side_report *report,
                                struct lowkey_pool *pool, struct lowkey_pool *report_pool, lowkey_error *err)
 {
-    static const char *const attributes[] = {
+    int major, minor;
+    lowkey_h5_version(file, &major, &minor);
+    const char *const attributes[] = {
         "table_entries",
         "rule_8",
         "rule_16",
@@ -87,6 +97,7 @@ static lowkey_status read_side(lowkey_h5 *file, const lowkey_layer_desc *layer, 
         "outlier_page_capacity",
         "feedback",
         LOWKEY_REPORT_SIDE_ATTRIBUTES,
+        minor < TRELLIS_MINOR ? NULL : "trellis",
         NULL,
     };
     static const char *const others[] = { "report", NULL };
@@ -208,6 +219,8 @@ static lowkey_status write_side(lowkey_h5 *file, const lowkey_layer_desc *layer,
     char group[LOWKEY_H5_MAX_PATH];
     lowkey_h5_layer_path(layer->index, side_names[which], group);
     const struct lowkey_field_sizes sizes = sizes_of(layer, which, side);
+    int major, minor;
+    lowkey_h5_version(file, &major, &minor);
     const struct {
         const char *name;
         int value;
@@ -218,7 +231,9 @@ static lowkey_status write_side(lowkey_h5 *file, const lowkey_layer_desc *layer,
         { "outlier_cap", side->outlier_cap },
         { "outlier_page_capacity", side->outlier_page_capacity },
         { "feedback", side->factor != NULL },
+        { "trellis", side->trellis },
     };
+    const size_t n_numbers = sizeof numbers / sizeof numbers[0] - (minor < TRELLIS_MINOR);
     const struct {
         const char *name, *value;
     } words[] = {
@@ -228,7 +243,7 @@ static lowkey_status write_side(lowkey_h5 *file, const lowkey_layer_desc *layer,
         { "outlier_rule", outlier_rules[side->outlier_rule] },
     };
     LOWKEY_TRY(lowkey_h5_put_group(file, group, err));
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+    for (size_t i = 0; i < n_numbers; i++)
         LOWKEY_TRY(lowkey_h5_put_int(file, group, numbers[i].name, numbers[i].value, err));
     for (size_t i = 0; i < sizeof words / sizeof words[0]; i++)
         LOWKEY_TRY(lowkey_h5_put_string(file, group, words[i].name, words[i].value, err));
@@ -292,6 +307,14 @@ static lowkey_status verify(void *arg, const char *path, lowkey_error *err)
                    : LOWKEY_OK;
 }
 
+/* The least version that names all that is there. */
+static int minor_of(const lowkey_quantizer_desc *desc, const struct lowkey_fit_record *record)
+{
+    for (int i = 0; i < desc->n_layers; i++)
+        if (desc->layers[i].key.trellis || desc->layers[i].value.trellis) return TRELLIS_MINOR;
+    return record->budget > 0 ? BUDGET_MINOR : LOWKEY_FORMAT_WRITTEN_MINOR;
+}
+
 lowkey_status lowkey_quantizer_write(const char *path, const lowkey_quantizer_desc *desc,
                                      const struct lowkey_fit_record *record, lowkey_error *err)
 {
@@ -303,8 +326,7 @@ lowkey_status lowkey_quantizer_write(const char *path, const lowkey_quantizer_de
             "lowkey_quantizer_write: expected a path, a record and its reports, found one missing");
     LOWKEY_TRY(lowkey_quantizer_create(desc, NULL, &quantizer, err));
     const lowkey_quantizer_desc *filled = lowkey_quantizer_describe(quantizer);
-    lowkey_status status = lowkey_h5_create_minor(
-        path, "quantizer", record->budget > 0 ? 2 : LOWKEY_FORMAT_WRITTEN_MINOR, &file, err);
+    lowkey_status status = lowkey_h5_create_minor(path, "quantizer", minor_of(filled, record), &file, err);
     if (status == LOWKEY_OK) {
         status = write_all(file, filled, record, err);
         if (status == LOWKEY_OK)

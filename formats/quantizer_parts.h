@@ -6,6 +6,12 @@
 #include "formats/block.h"
 #include "formats/side.h"
 
+/* Boundaries of a channel: none with a trellis. */
+static inline size_t lowkey_n_between(const lowkey_side_desc *side)
+{
+    return side->table_entries > 0 && !side->trellis ? (size_t)side->table_entries - 1 : 0;
+}
+
 /* Before copying: scalars and required pointers of a layer whose geometry is checked, so that every array's size is
  * known. */
 lowkey_status lowkey_layer_check_shape(const lowkey_layer_desc *layer, lowkey_error *err);

@@ -41,6 +41,12 @@ struct lowkey_layer {                /* what a cache needs of one layer */
 _Static_assert((int)LOWKEY_PAGE_SLOTS == LOWKEY_PAGE_TOKENS, "a page has a slot for each of its tokens");
 #endif
 
+/* Entries that a channel's table has room for: 2^bits, twice that with a trellis; none beyond 5 bits. */
+static inline int lowkey_most_entries(int trellis, int bits)
+{
+    return bits > 5 ? 0 : 1 << (bits + (trellis > 0));
+}
+
 /* The layer of that index in the model, or NULL. */
 const struct lowkey_layer *lowkey_quantizer_layer(const lowkey_quantizer *quantizer, int index);
 /* Layer number i of those described, i < n_layers. */

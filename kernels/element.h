@@ -107,7 +107,7 @@ LOWKEY_INLINE void lowkey_put_outlier(const struct lowkey_side *side, uint8_t *s
     lowkey_put_u16(at + 2, outlier.residual);
 }
 
-/* What a code of row r of head h stands for before a token's scale. */
+/* What a code of row r of head h stands for before a token's scale; of a table it is the number of the entry. */
 LOWKEY_INLINE float lowkey_code_value(const struct lowkey_side *side, int h, int r, unsigned code)
 {
     const struct lowkey_row *row = &side->heads[h].rows[r];

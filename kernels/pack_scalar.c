@@ -9,6 +9,7 @@
 #include "formats/block.h"
 #include "kernels/element.h"
 #include "kernels/kernels.h"
+#include "kernels/trellis.h"
 
 /* UNSTORED: an outlier by rank without room; it stays outside of the token's range. */
 enum mark { ORDINARY, UNSTORED, STORED };
@@ -25,6 +26,8 @@ struct scratch { /* C = n_heads * head_dim channels */
     uint16_t *residuals; /* [C] f16, where an outlier is stored */
     uint8_t *bits; /* [C] */
     uint8_t *marks; /* [C] enum mark */
+    uint8_t *codes; /* [head_dim] by row, of a trellis */
+    struct lowkey_trellis_scratch trellis;
 };
 
 static int max_picks(const struct lowkey_side *side)
@@ -45,6 +48,8 @@ static struct scratch take_scratch(struct lowkey_block *block, const struct lowk
     scratch.residuals = lowkey_block_take(block, n_channels, sizeof *scratch.residuals);
     scratch.bits = lowkey_block_take(block, n_channels, sizeof *scratch.bits);
     scratch.marks = lowkey_block_take(block, n_channels, sizeof *scratch.marks);
+    scratch.codes = lowkey_block_take(block, (size_t)side->head_dim, sizeof *scratch.codes);
+    scratch.trellis = lowkey_trellis_take(block, side);
     return scratch;
 }
 
@@ -225,6 +230,16 @@ static void pack_head(const struct lowkey_pack_args *args, int h, int slot, cons
     }
 }
 
+/* Step 3 with a trellis, for one head of one token. */
+static void pack_trellis(const struct lowkey_pack_args *args, int h, int slot, const struct scratch *scratch)
+{
+    const struct lowkey_side *side = args->side;
+    const struct lowkey_row *rows = side->heads[h].rows;
+    for (int r = 0; r < side->head_dim; r++) scratch->target[r] = scratch->x[h * side->head_dim + rows[r].channel];
+    lowkey_trellis_search(side, h, scratch->target, &scratch->trellis, scratch->codes);
+    for (int r = 0; r < side->head_dim; r++) lowkey_code_set(args->pages[h], &rows[r], slot, scratch->codes[r]);
+}
+
 /* Write the token's entries behind those of earlier tokens, channels rising. */
 static void put_outliers(const struct lowkey_pack_args *args, int slot, int first,
                          const struct scratch *scratch)
@@ -258,7 +273,7 @@ void lowkey_pack_scalar(const struct lowkey_pack_args *args)
                               : 0;
         mark_outliers(args, first, &scratch);
         put_scales(args, slot, &scratch);
-        for (int h = 0; h < side->n_heads; h++) pack_head(args, h, slot, &scratch);
+        for (int h = 0; h < side->n_heads; h++) (side->trellis ? pack_trellis : pack_head)(args, h, slot, &scratch);
         if (has_outliers) put_outliers(args, slot, first, &scratch);
     }
 }

@@ -29,11 +29,23 @@ static void add_outliers(const struct lowkey_unpack_args *args)
     }
 }
 
+/* Codes of row r into entries of its table. lows: the lowest bits of the codes of the two rows behind it, which move on. */
+static void codes_to_entries(uint16_t codes[LOWKEY_PAGE_SLOTS], uint8_t lows[2][LOWKEY_PAGE_SLOTS])
+{
+    for (int t = 0; t < LOWKEY_PAGE_SLOTS; t++) {
+        const unsigned code = codes[t];
+        codes[t] = (uint16_t)lowkey_trellis_entry(code, lows[0][t], lows[1][t]);
+        lows[1][t] = lows[0][t];
+        lows[0][t] = code & 1;
+    }
+}
+
 void lowkey_unpack_scalar(const struct lowkey_unpack_args *args)
 {
     const struct lowkey_side *side = args->side;
     const struct lowkey_head *head = &side->heads[args->head];
-    for (int r = 0; r < side->head_dim; r++) {
+    uint8_t lows[2][LOWKEY_PAGE_SLOTS] = { { 0 } };
+    for (int r = side->head_dim - 1; r >= 0; r--) {
         const struct lowkey_row *row = &head->rows[r];
         const int g = args->head * side->head_dim + row->channel;
         uint16_t codes[LOWKEY_PAGE_SLOTS], tops[LOWKEY_PAGE_SLOTS];
@@ -43,6 +55,7 @@ void lowkey_unpack_scalar(const struct lowkey_unpack_args *args)
             for (int t = 0; t < LOWKEY_PAGE_SLOTS; t++)
                 codes[t] = (uint16_t)(codes[t] | tops[t] << row->wide_bits);
         }
+        if (side->trellis) codes_to_entries(codes, lows);
         for (int s = 0; s < args->n_slots; s++) {
             const int slot = args->first_slot + s;
             const float value = lowkey_code_value(side, args->head, r, codes[slot]);

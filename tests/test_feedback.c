@@ -50,7 +50,7 @@ static void the_factor_splits_the_quadratic_form(void **state)
         int is_zero;
         random_moments(rng, D, 100, H);
         for (int i = 0; i < D; i++) order[i] = (uint16_t)((i * 5 + trial) % D);
-        assert_ok(lowkey_feedback_factor(D, H, order, 0.05, factor, &is_zero, &err), err);
+        assert_ok(lowkey_feedback_factor(D, H, order, 0.05, factor, NULL, &is_zero, &err), err);
         assert_false(is_zero);
         double mean = 0;
         for (int c = 0; c < D; c++) mean += H[c * D + c] / D;
@@ -96,11 +96,11 @@ static void a_factor_by_hand(void **state)
     int is_zero;
     lowkey_error err;
     const double mean = (2 + 4 + 6 * 3) / 8.0, damp = 0.5 / mean;
-    assert_ok(lowkey_feedback_factor(8, H, order, damp, factor, &is_zero, &err), err);
+    assert_ok(lowkey_feedback_factor(8, H, order, damp, factor, NULL, &is_zero, &err), err);
     assert_true(factor[8] == lowkey_f16_to_f32(lowkey_f32_to_f16(0.8f)));
     for (int i = 0; i < 64; i++) assert_true(i == 8 || factor[i] == 0);
     order[0] = 1, order[1] = 0;
-    assert_ok(lowkey_feedback_factor(8, H, order, damp, factor, &is_zero, &err), err);
+    assert_ok(lowkey_feedback_factor(8, H, order, damp, factor, NULL, &is_zero, &err), err);
     assert_true(factor[8] == lowkey_f16_to_f32(lowkey_f32_to_f16((float)(2 / 4.5))));
 }
 
@@ -113,11 +113,11 @@ static void a_zero_matrix_gives_a_zero_factor_and_says_so(void **state)
     int is_zero = 0;
     lowkey_error err;
     memset(factor, 1, sizeof factor);
-    assert_ok(lowkey_feedback_factor(8, H, order, 0.05, factor, &is_zero, &err), err);
+    assert_ok(lowkey_feedback_factor(8, H, order, 0.05, factor, NULL, &is_zero, &err), err);
     assert_true(is_zero);
     for (int i = 0; i < 64; i++) assert_true(factor[i] == 0);
     H[1] = H[8] = 5, H[0] = H[9] = 1; /* not positive semidefinite: no sum of squares */
-    assert_refused(lowkey_feedback_factor(8, H, order, 1e-6, factor, &is_zero, &err), LOWKEY_EINVAL, err,
+    assert_refused(lowkey_feedback_factor(8, H, order, 1e-6, factor, NULL, &is_zero, &err), LOWKEY_EINVAL, err,
                    "damp");
 }
 
@@ -135,7 +135,7 @@ static void feedback_lowers_the_cost_on_random_matrices(void **state)
         int is_zero;
         random_moments(rng, D, 200, H);
         for (int i = 0; i < D; i++) order[i] = (uint16_t)((i * 7 + trial) % D);
-        assert_ok(lowkey_feedback_factor(D, H, order, 0.05, factor, &is_zero, &err), err);
+        assert_ok(lowkey_feedback_factor(D, H, order, 0.05, factor, NULL, &is_zero, &err), err);
         double plain = 0, fed = 0;
         for (int token = 0; token < TOKENS; token++) {
             double x[D], e_plain[D], e_fed[D];
