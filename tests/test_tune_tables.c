@@ -190,11 +190,11 @@ static void what_is_no_static_table_is_refused(void **state)
         struct lowkey_test_side side;
         const char *words;
     } cases[] = {
-        { { { 2 }, 1, LOWKEY_RULE_NONE, LOWKEY_RULE_NONE, LOWKEY_SCALE_F16, 8, LOWKEY_OUTLIER_NONE, 0 },
+        { { { 2 }, 1, LOWKEY_RULE_NONE, LOWKEY_RULE_NONE, LOWKEY_SCALE_F16, 8, LOWKEY_OUTLIER_NONE, 0, 0 },
           "a scale for each token" },
-        { { { 2 }, 1, LOWKEY_RULE_NONE, LOWKEY_RULE_NONE, LOWKEY_SCALE_NONE, 0, LOWKEY_OUTLIER_LIMIT, 0 },
+        { { { 2 }, 1, LOWKEY_RULE_NONE, LOWKEY_RULE_NONE, LOWKEY_SCALE_NONE, 0, LOWKEY_OUTLIER_LIMIT, 0, 0 },
           "outliers" },
-        { { { 2, 16 }, 2, LOWKEY_RULE_NONE, LOWKEY_RULE_F16, LOWKEY_SCALE_NONE, 0, LOWKEY_OUTLIER_NONE, 0 },
+        { { { 2, 16 }, 2, LOWKEY_RULE_NONE, LOWKEY_RULE_F16, LOWKEY_SCALE_NONE, 0, LOWKEY_OUTLIER_NONE, 0, 0 },
           "8 or 16 bits" },
     };
     double mse[64] = { 0 };
