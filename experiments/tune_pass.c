@@ -99,7 +99,7 @@ lowkey_status lowkey_tune_reference(lowkey_tune_pass *pass, const int32_t *token
                                     lowkey_error *err)
 {
     const struct lowkey_gradient_request request = {
-        .tokens = tokens, .n_tokens = pass->length, .loss = LOWKEY_LOSS_TEXT, .hidden = hidden
+        .tokens = tokens, .n_tokens = pass->length, .loss = LOWKEY_LOSS_NONE, .hidden = hidden
     };
     double loss;
     return lowkey_gradient_run(pass->gradient, &request, &loss, err);
@@ -111,7 +111,7 @@ lowkey_status lowkey_tune_kl(lowkey_tune_pass *pass, const struct lowkey_tune_me
     const struct lowkey_gradient_request request = { .tokens = measure->tokens,
                                                      .n_tokens = pass->length,
                                                      .loss = measure->reference ? LOWKEY_LOSS_KL
-                                                                                : LOWKEY_LOSS_TEXT,
+                                                                                : LOWKEY_LOSS_NONE,
                                                      .reference = measure->reference,
                                                      .on_layer = measure->gradients ? on_layer : NULL,
                                                      .user = pass };

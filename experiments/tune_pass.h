@@ -20,8 +20,7 @@ lowkey_status lowkey_tune_reference(lowkey_tune_pass *pass, const int32_t *token
 struct lowkey_tune_measure {
     const lowkey_quantizer *quantizer; /* of the model, all layers */
     const int32_t *tokens; /* [length] */
-    const float
-        *reference; /* as lowkey_tune_reference gives it; NULL: the loss of the text's own tokens is taken */
+    const float *reference; /* as lowkey_tune_reference gives it; NULL: kl is 0, no gradients */
     /* [n_layers][key, value], each [n_kv_heads][head_dim][table_entries]: gets added the gradient of the KL with respect to
      * each entry (tune_entries.h). Elements are passed straight through to what made them: d stored / d x is taken to be
      * 1. NULL: not wanted. */

@@ -387,6 +387,30 @@ static void one_object_gives_each_sample_what_a_fresh_one_gives(void **state)
     sample_free(&again);
 }
 
+static void without_a_loss_the_hidden_states_are_the_same(void **state)
+{
+    (void)state;
+    lowkey_error err;
+    lowkey_gradient *gradient;
+    struct sample s = sample_of(&shapes[1], 70, LOWKEY_LOSS_TEXT, 1);
+    run(&s);
+    const size_t n = (size_t)(70 * s.model->hidden_size);
+    float *hidden = calloc(n, sizeof *hidden);
+    double loss = 5;
+    const struct lowkey_store store = { put, reset, NULL, &s.counts };
+    const struct lowkey_gradient_config config = { s.model, &store, 70, 2 };
+    assert_ok(lowkey_gradient_create(&config, &gradient, &err), err);
+    const struct lowkey_gradient_request request = {
+        .tokens = s.tokens, .n_tokens = 70, .loss = LOWKEY_LOSS_NONE, .hidden = hidden
+    };
+    assert_ok(lowkey_gradient_run(gradient, &request, &loss, &err), err);
+    assert_true(loss == 0 && s.value > 0);
+    assert_memory_equal(hidden, s.hidden, n * sizeof *hidden);
+    lowkey_gradient_free(gradient);
+    free(hidden);
+    sample_free(&s);
+}
+
 static void tokens_are_drawn_as_often_as_their_weights_say(void **state)
 {
     (void)state;
@@ -445,10 +469,13 @@ static void bad_calls_are_refused_in_words(void **state)
     request.n_tokens = 10;
     request.loss = LOWKEY_LOSS_KL;
     assert_refused(lowkey_gradient_run(gradient, &request, &loss, &err), LOWKEY_EINVAL, err, "reference");
-    request.loss = (enum lowkey_loss)3;
-    assert_refused(lowkey_gradient_run(gradient, &request, &loss, &err), LOWKEY_EINVAL, err, "no loss 3");
-    request.loss = LOWKEY_LOSS_TEXT;
+    request.loss = (enum lowkey_loss)4;
+    assert_refused(lowkey_gradient_run(gradient, &request, &loss, &err), LOWKEY_EINVAL, err, "no loss 4");
     request.on_layer = refuse;
+    request.loss = LOWKEY_LOSS_NONE;
+    assert_refused(lowkey_gradient_run(gradient, &request, &loss, &err), LOWKEY_EINVAL, err,
+                   "goes with a loss");
+    request.loss = LOWKEY_LOSS_TEXT;
     assert_refused(lowkey_gradient_run(gradient, &request, &loss, &err), LOWKEY_ECANCELLED, err, "no");
     s.tokens[9] = 50;
     assert_refused(lowkey_gradient_run(gradient, &request, &loss, &err), LOWKEY_EINVAL, err,
@@ -467,6 +494,7 @@ int main(void)
         cmocka_unit_test(the_last_token_predicts_nothing_and_earlier_ones_do),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
         cmocka_unit_test(one_object_gives_each_sample_what_a_fresh_one_gives),
+        cmocka_unit_test(without_a_loss_the_hidden_states_are_the_same),
         cmocka_unit_test(tokens_are_drawn_as_often_as_their_weights_say),
         cmocka_unit_test(bad_calls_are_refused_in_words),
     };

@@ -322,8 +322,10 @@ static lowkey_status check(const lowkey_gradient *gradient, const struct lowkey_
         if (request->tokens[t] < 0 || request->tokens[t] >= vocab_size)
             return lowkey_fail(err, LOWKEY_EINVAL, "gradient: token %d is %d, expected 0 to %d", t,
                                request->tokens[t], vocab_size - 1);
-    if ((unsigned)request->loss > LOWKEY_LOSS_KL)
+    if ((unsigned)request->loss > LOWKEY_LOSS_NONE)
         return lowkey_fail(err, LOWKEY_EINVAL, "gradient: there is no loss %d", (int)request->loss);
+    if (request->loss == LOWKEY_LOSS_NONE && request->on_layer)
+        return lowkey_fail(err, LOWKEY_EINVAL, "gradient: on_layer goes with a loss");
     if ((request->loss == LOWKEY_LOSS_KL) != (request->reference != NULL))
         return lowkey_fail(err, LOWKEY_EINVAL,
                            "gradient: a reference goes with the loss KL, and only with it");
@@ -339,6 +341,8 @@ lowkey_status lowkey_gradient_run(lowkey_gradient *gradient, const struct lowkey
     if (request->hidden)
         memcpy(request->hidden, gradient->hidden,
                (size_t)request->n_tokens * (size_t)gradient->config.model->hidden_size * sizeof(float));
+    *loss = 0;
+    if (request->loss == LOWKEY_LOSS_NONE) return LOWKEY_OK;
     LOWKEY_TRY(run_loss(gradient, request, loss, err));
     return request->on_layer ? backward(gradient, request, err) : LOWKEY_OK;
 }

@@ -10,7 +10,8 @@ typedef struct lowkey_gradient lowkey_gradient;
 
 struct lowkey_gradient_config {
     const lowkey_model *model; /* borrowed, as the store is */
-    const struct lowkey_store *store; /* attend over what it gives; NULL: over the keys and values themselves */
+    const struct lowkey_store
+        *store; /* attend over what it gives; NULL: over the keys and values themselves */
     int max_tokens; /* of a sample */
     int n_threads; /* results do not depend on it */
 };
@@ -18,7 +19,8 @@ struct lowkey_gradient_config {
 enum lowkey_loss {
     LOWKEY_LOSS_TEXT, /* negative log-likelihood of the text's next token: the empirical Fisher information */
     LOWKEY_LOSS_MODEL, /* of a token drawn from the model's own distribution, by seed: the Fisher information itself */
-    LOWKEY_LOSS_KL /* KL(reference || this) of next tokens; the reference by its final hidden states */
+    LOWKEY_LOSS_KL, /* KL(reference || this) of next tokens; the reference by its final hidden states */
+    LOWKEY_LOSS_NONE /* 0: a pass for the sake of hidden states, or of what the store sees; no way back */
 };
 
 struct lowkey_gradient_layer {
