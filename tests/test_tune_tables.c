@@ -161,7 +161,7 @@ static void boundaries_move_with_their_neighbours(void **state)
     float *boundary = (float *)side->desc->boundary + c * (side->n_table - 1);
     const float off = 0.25f *
                       (side->desc->table[c * side->n_table + 1] - side->desc->table[c * side->n_table]);
-    for (int k = 0; k < 7; k++) boundary[k] += off;
+    for (int k = 0; k < 7; k++) boundary[k] += k % 2 ? -off : off;
     const float *was = side->desc->table + c * side->n_table;
     m.tables->move[first + 2] = 0.5;
     lowkey_quantizer *quantizer = moved(&m);
@@ -190,12 +190,10 @@ static void what_is_no_static_table_is_refused(void **state)
         struct lowkey_test_side side;
         const char *words;
     } cases[] = {
-        { { { 2 }, 1, LOWKEY_RULE_NONE, LOWKEY_RULE_NONE, LOWKEY_SCALE_F16, 8, LOWKEY_OUTLIER_NONE, 0, 0 },
+        { { .bits = { 2 }, .n_bits = 1, .token_scale = LOWKEY_SCALE_F16, .scale_block = 8 },
           "a scale for each token" },
-        { { { 2 }, 1, LOWKEY_RULE_NONE, LOWKEY_RULE_NONE, LOWKEY_SCALE_NONE, 0, LOWKEY_OUTLIER_LIMIT, 0, 0 },
-          "outliers" },
-        { { { 2, 16 }, 2, LOWKEY_RULE_NONE, LOWKEY_RULE_F16, LOWKEY_SCALE_NONE, 0, LOWKEY_OUTLIER_NONE, 0, 0 },
-          "8 or 16 bits" },
+        { { .bits = { 2 }, .n_bits = 1, .outlier_rule = LOWKEY_OUTLIER_LIMIT }, "outliers" },
+        { { .bits = { 2, 16 }, .n_bits = 2, .rule_16 = LOWKEY_RULE_F16 }, "8 or 16 bits" },
     };
     double mse[64] = { 0 };
     struct lowkey_side_report reports[1][2] = { { { .mse = mse }, { .mse = mse } } };
