@@ -76,7 +76,13 @@ fit() { # fit FOLDER < lines of NAME CAPTURES OPTIONS: those that are not there 
             echo "$name: left out, $lowkey fit has no --trellis" >&2
             continue
         fi
-        timed "fit $of $domain $name" "$lowkey" fit $options --out "$1/$name.quantizer.h5" "$folder"/$on >"$1/$name.fit.txt"
+        case $options in
+        *' then '*) tune=${options#* then } options=${options%% then *} out=$1/$name.untuned.h5 ;;
+        *) tune='' out=$1/$name.quantizer.h5 ;;
+        esac
+        [ -e "$out" ] || timed "fit $of $domain $name" "$lowkey" fit $options --out "$out" "$folder"/$on >"$1/$name.fit.txt"
+        [ -z "$tune" ] || timed "tune $of $domain $name" "$lowkey" tune --model "$model" --tokens "$fit_tokens" $tune --quantizer "$out" \
+            --checkpoint "$1/$name.checkpoint" --out "$1/$name.quantizer.h5" >"$1/$name.tune.txt"
     done
 }
 
@@ -169,8 +175,8 @@ ablation() {
 report() {
     [ ! -e "$QUALITY/commands.csv" ] || cp "$QUALITY/commands.csv" "$RESULTS/quality_commands.csv"
     [ ! -e "$RESULTS/quality.csv" ] || $python experiments/plot_quality.py "$RESULTS/quality.csv" "$RESULTS/quality"
-    $python experiments/quality_table.py "$RESULTS" >"$QUALITY/quality.md"
-    cp "$QUALITY/quality.md" "$RESULTS/quality.md"
+    $python experiments/quality_table.py "$RESULTS" >"$RESULTS/quality.md.new"
+    mv "$RESULTS/quality.md.new" "$RESULTS/quality.md"
 }
 
 case ${1:-} in
@@ -186,6 +192,6 @@ short | full | texts | ablation)
     "$1"
     report
     ;;
-report) mkdir -p "$QUALITY" && report ;;
+report) report ;;
 *) fail "captures, fit, short, full, texts, ablation or report?" ;;
 esac

@@ -20,11 +20,13 @@ model   $MODEL_SAMPLES  --grad=model --queries no
 queries $MODEL_SAMPLES  --queries yes
 "
 
-# Quantizers: a name, the captures they are fitted on, options of lowkey fit
+# Quantizers: a name, the captures they are fitted on, options of lowkey fit; "then" and options of lowkey tune, where tables are
+# tuned afterwards. TUNED='then --steps 100 --end-window 128 --validation 128:136' would tune ours, on the text it is fitted on.
+: "${TUNED:=}"
 fits() {
     for recipe in $KVQUANT; do echo "kvquant-$recipe text.activations.*.h5 --preset kvquant-$recipe"; done
     echo "kvquant-nuq2-1%-qnorm text.activations.*.h5 --preset kvquant-nuq2-1% --qnorm"
-    for budget in $BUDGETS; do echo "ours-$budget model.activations.*.h5 --budget $budget"; done
+    for budget in $BUDGETS; do echo "ours-$budget model.activations.*.h5 --budget $budget $TUNED"; done
 }
 
 # Other texts and the second model: model, text, what is calibrated on, which windows. licences.eval has 12 windows in all.
@@ -49,20 +51,21 @@ gemma3  code.eval     mixture --spread $TEXT_SPREAD
 : "${TEXT_CALIBRATED_PEERS:=watersic-2 watersic-2.5 watersic-3}"
 
 # The ablation: the whole recipe at one budget, then one thing changed at a time. As in fits(). Flat bits are given to RoPE
-# pairs, and to channels of values, in turn. Outliers need flat bits and no trellis: compare them with flat-no-trellis.
+# pairs, and to channels of values, in turn. Outliers need flat bits, no trellis, no tuning: flat-plain is the same without.
 : "${ABLATION_BUDGET:=2.5}" "${ABLATION_FLAT:=2,3}"
 ablations="
-ours              model.activations.*.h5   --budget $ABLATION_BUDGET
-no-value-feedback model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=keys
-no-feedback       model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=none
-no-refit          model.activations.*.h5   --budget $ABLATION_BUDGET --refit 0
-no-trellis        model.activations.*.h5   --budget $ABLATION_BUDGET --trellis 0
-gain              model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=keys --gain=values
-flat              model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT
-flat-no-trellis   model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0
+ours              model.activations.*.h5   --budget $ABLATION_BUDGET $TUNED
+no-value-feedback model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=keys $TUNED
+no-feedback       model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=none $TUNED
+no-refit          model.activations.*.h5   --budget $ABLATION_BUDGET --refit 0 $TUNED
+no-trellis        model.activations.*.h5   --budget $ABLATION_BUDGET --trellis 0 $TUNED
+${TUNED:+untuned model.activations.*.h5 --budget $ABLATION_BUDGET}
+gain              model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=keys --gain=values $TUNED
+flat              model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT $TUNED
+flat-plain        model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0
 flat-outliers     model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0 --outliers 0.01
-widths-2:4        model.activations.*.h5   --budget $ABLATION_BUDGET --widths 2:4
-no-gradients      queries.activations.*.h5 --budget $ABLATION_BUDGET
-16-samples        model.activations.000.h5 --budget $ABLATION_BUDGET
-text-labels       text.activations.*.h5    --budget $ABLATION_BUDGET
+widths-2:4        model.activations.*.h5   --budget $ABLATION_BUDGET --widths 2:4 $TUNED
+no-gradients      queries.activations.*.h5 --budget $ABLATION_BUDGET $TUNED
+16-samples        model.activations.000.h5 --budget $ABLATION_BUDGET $TUNED
+text-labels       text.activations.*.h5    --budget $ABLATION_BUDGET $TUNED
 "

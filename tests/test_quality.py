@@ -1,5 +1,6 @@
 """scripts/quality.sh from captures to tables, on small random models in place of the real ones."""
 import csv
+import hashlib
 import os
 import shutil
 import subprocess
@@ -117,6 +118,21 @@ def test_ablation():
     assert rows["ours"]["text"] == "wiki.valid" and all(row["fit_overlap"] == "0" for row in rows.values())
     assert len({rows[name]["file_sha256"] for name in ("ours", "flat", "no-feedback", "no-gradients", "16-samples", "text-labels")}) == 6
     assert "## Parts of the recipe" in open(f"{RESULTS}/quality.md").read()
+
+
+def test_tuning():
+    """where the list says so, tables are tuned after the fit, and the ablation has them as they were before"""
+    quality("ablation", TUNED="then --steps 2 --length 20 --end-window 12 --validation 12:14", QUALITY=f"{WORK}/tuned", RESULTS=f"{WORK}/tuned")
+    with open(f"{WORK}/tuned/quality_ablation.csv", newline="") as file:
+        found = {row["label"]: row["file_sha256"] for row in csv.DictReader(file)}
+    assert "untuned" in found
+    folder = f"{WORK}/tuned/smollm2.wiki/ablation-2.5"
+    with open(f"{folder}/ours.untuned.h5", "rb") as file:
+        assert hashlib.sha256(file.read()).hexdigest() == found["untuned"]
+    with open(f"{WORK}/tuned/quality_commands.csv", newline="") as file:
+        commands = {row["name"]: row["command"] for row in csv.DictReader(file)}
+    assert f"--steps 2 --length 20 --end-window 12 --validation 12:14 --quantizer {folder}/ours.untuned.h5" in commands["tune smollm2 wiki ours"]
+    assert "wiki.valid.tokens.h5" in commands["tune smollm2 wiki ours"] and "tune smollm2 wiki untuned" not in commands
 
 
 def test_refusals():
