@@ -98,6 +98,21 @@ def test_figures():
         assert len(new["sample_sha256"]) == 4 + 12
 
 
+def test_trellis():
+    """a trellis-coded quantizer is tuned too, and every entry of its report is one of the rows' own"""
+    coded, out = f"{WORK}/coded.h5", f"{WORK}/coded_out.h5"
+    good("fit", "--bits", "2", "--sensitivity", "fisher", "--sinks", "1", "--trellis", "2", "--out", coded, CAPTURE)
+    done = good(*command(*SMALL, out=out, quantizer=coded))
+    first, *others = [float(kl) for kl in re.findall(r"KL (\S+) nats", done.stdout)]
+    assert min(others) < first, done.stdout
+    with h5py.File(out) as new, h5py.File(coded) as old:
+        for side in ("key", "value"):
+            a, b = old[f"layers/000/{side}"], new[f"layers/000/{side}"]
+            assert b["table"].shape[-1] == 8 and "boundary" not in b and not np.array_equal(a["table"], b["table"])
+            assert np.array_equal(a["metric_weight"], b["metric_weight"]) and b.attrs["trellis"] == 2
+            assert (b["report/histogram"][...].sum(-1) == 12 * (LENGTH - 1)).all()
+
+
 def test_fitted_on():
     """eval warns of windows that were tuned on, and not of those that were validated on"""
     done = good("eval", "--model", MODEL, "--tokens", TEXT, "--window", str(LENGTH), "--first-window", "16",

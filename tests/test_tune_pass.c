@@ -242,6 +242,22 @@ static void gradients_of_entries_agree_with_differences_of_the_kl(void **state)
     check_choice(&choice);
 }
 
+static void gradients_agree_where_rows_are_trellis_coded(void **state)
+{
+    (void)state;
+    struct tuning_choice choice = tuning_plain();
+    choice.trellis = 4;
+    choice.feedback = 1;
+    check_choice(&choice);
+    choice = (struct tuning_choice) { { 1, 16, 24, 30, 3, 1, 72, 80, 20, LOWKEY_PAIR_INTERLEAVED, 0, 0, 0, 0,
+                                        1 },
+                                      { { 1, 5, 2, 1 }, { 1, 1, 1, 1 } },
+                                      0,
+                                      1,
+                                      0 };
+    check_choice(&choice);
+}
+
 static void threads_change_no_bit(void **state)
 {
     (void)state;
@@ -306,6 +322,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_of_entries_agree_with_differences_of_the_kl),
+        cmocka_unit_test(gradients_agree_where_rows_are_trellis_coded),
         cmocka_unit_test(threads_change_no_bit),
         cmocka_unit_test(reports_are_sums_over_what_is_packed),
     };
