@@ -176,6 +176,7 @@ static void describe_fit(json_t *to, const struct lowkey_fit_record *record)
         set(fit, "predicted_cost_key", json_real(record->predicted_cost_key));
         set(fit, "predicted_cost_value", json_real(record->predicted_cost_value));
     }
+    if (record->tuned_steps > 0) set(fit, "tuned_steps", json_integer(record->tuned_steps));
     set(to, "fit", fit);
 }
 

@@ -165,6 +165,7 @@ static lowkey_status write_tuned(const struct lowkey_tune_request *request,
 {
     struct lowkey_fit_record record = *request->record;
     if (state->best_step > 0) {
+        record.tuned_steps += state->best_step;
         LOWKEY_TRY(join_samples(request, pool, &record, err));
         LOWKEY_TRY(make_reports(request, state->tables, quantizer, pool, &record, err));
     }

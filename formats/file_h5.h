@@ -15,8 +15,8 @@
 #include "runtime/lowkey.h"
 
 /* What is read, and what is written: the least minor version that names all that our writers write (but for
- * gradient_labels of activations.h5, 1.1, budgets and trellises of quantizer.h5, 1.2 and 1.3). */
-enum { LOWKEY_FORMAT_MAJOR = 1, LOWKEY_FORMAT_MINOR = 3, LOWKEY_FORMAT_WRITTEN_MINOR = 0 };
+ * gradient_labels of activations.h5, 1.1, budgets, trellises and tuning of quantizer.h5, 1.2 to 1.4). */
+enum { LOWKEY_FORMAT_MAJOR = 1, LOWKEY_FORMAT_MINOR = 4, LOWKEY_FORMAT_WRITTEN_MINOR = 0 };
 enum { LOWKEY_H5_MAX_RANK = 4, LOWKEY_H5_MAX_PATH = 64 }; /* of our objects; NUL included */
 
 /* LOWKEY_DIMS(a, b) is the two arguments (rank, dims) of a shape [a, b]. */

@@ -9,6 +9,7 @@
 #include "runtime/error.h"
 
 enum { FIT_MAX_COUNT = INT32_MAX };
+enum { BUDGET_MINOR = 2, TUNED_MINOR = 4 }; /* versions that brought them */
 
 static const char *const sensitivities[] = { "none", "fisher", "weight", "attention", NULL };
 static const char *const scopes[] = { "channel", "head", "layer", NULL };
@@ -72,33 +73,26 @@ static lowkey_status read_budget(lowkey_h5 *file, struct lowkey_fit_record *reco
 lowkey_status lowkey_record_read(lowkey_h5 *file, struct lowkey_record_box *box, lowkey_error *err)
 {
     static const char *const no_objects[] = { NULL };
-    static const char *const attributes[] = {
-        "sensitivity", "outlier_fraction_key", "outlier_fraction_value", "damp",
-        "n_tokens",    "text_name",            "text_sha256",            NULL
-    };
-    static const char *const attributes_1_2[] = { "sensitivity",
-                                                  "outlier_fraction_key",
-                                                  "outlier_fraction_value",
-                                                  "damp",
-                                                  "n_tokens",
-                                                  "text_name",
-                                                  "text_sha256",
-                                                  "budget",
-                                                  "predicted_cost_key",
-                                                  "predicted_cost_value",
-                                                  NULL };
     struct lowkey_fit_record *record = &box->record;
     int sensitivity, major, minor;
     char *text_name, *text_sha256;
     lowkey_h5_version(file, &major, &minor);
-    LOWKEY_TRY(
-        lowkey_h5_refuse_others(file, "/fit", no_objects, minor < 2 ? attributes : attributes_1_2, err));
+    const int has_budget = minor >= BUDGET_MINOR;
+    const char *const attributes[] = { /* of later versions last */
+        "sensitivity", "outlier_fraction_key", "outlier_fraction_value", "damp",
+        "n_tokens",    "text_name",            "text_sha256",
+        has_budget ? "budget" : NULL, "predicted_cost_key", "predicted_cost_value",
+        minor >= TUNED_MINOR ? "tuned_steps" : NULL, NULL
+    };
+    LOWKEY_TRY(lowkey_h5_refuse_others(file, "/fit", no_objects, attributes, err));
     LOWKEY_TRY(lowkey_h5_get_choice(file, "/fit", "sensitivity", sensitivities, &sensitivity, err));
     record->sensitivity = sensitivities[sensitivity];
     LOWKEY_TRY(get_fraction(file, "outlier_fraction_key", 1, &record->outlier_fraction_key, err));
     LOWKEY_TRY(get_fraction(file, "outlier_fraction_value", 1, &record->outlier_fraction_value, err));
     LOWKEY_TRY(get_fraction(file, "damp", 1e30, &record->damp, err));
-    if (minor >= 2) LOWKEY_TRY(read_budget(file, record, err));
+    if (has_budget) LOWKEY_TRY(read_budget(file, record, err));
+    if (minor >= TUNED_MINOR)
+        LOWKEY_TRY(lowkey_h5_get_int(file, "/fit", "tuned_steps", 0, INT64_MAX, &record->tuned_steps, err));
     LOWKEY_TRY(lowkey_h5_get_int(file, "/fit", "n_tokens", 0, INT64_MAX, &record->n_tokens, err));
     LOWKEY_TRY(lowkey_h5_get_string(file, "/fit", "text_name", &text_name, err));
     LOWKEY_TRY(lowkey_pool_own(&box->pool, text_name, err));
@@ -130,11 +124,13 @@ lowkey_status lowkey_record_write(lowkey_h5 *file, const struct lowkey_fit_recor
     LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "damp", record->damp, err));
     int major, minor;
     lowkey_h5_version(file, &major, &minor);
-    if (minor >= 2) {
+    if (minor >= BUDGET_MINOR) {
         LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "budget", record->budget, err));
         LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "predicted_cost_key", record->predicted_cost_key, err));
         LOWKEY_TRY(lowkey_h5_put_double(file, "/fit", "predicted_cost_value", record->predicted_cost_value, err));
     }
+    if (minor >= TUNED_MINOR)
+        LOWKEY_TRY(lowkey_h5_put_int(file, "/fit", "tuned_steps", record->tuned_steps, err));
     LOWKEY_TRY(lowkey_h5_put_int(file, "/fit", "n_tokens", record->n_tokens, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/fit", "text_name", record->text_name, err));
     LOWKEY_TRY(lowkey_h5_put_string(file, "/fit", "text_sha256", record->text_sha256, err));

@@ -29,6 +29,7 @@ struct lowkey_fit_record {
     double budget; /* mean bits that were shared out by cost; 0: widths were given, and the next two are 0 */
     double predicted_cost_key, predicted_cost_value; /* see formats/README.md, "quantizer.h5" */
     int64_t n_tokens;
+    int64_t tuned_steps;          /* of tuning, after the fit; 0: none */
     const char *text_name, *text_sha256; /* joined by ';' */
     int n_samples;
     const unsigned char (*sample_sha256)[32]; /* rising */

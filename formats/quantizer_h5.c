@@ -25,7 +25,7 @@ static const struct lowkey_field side_fields[] = {
     { SIDE(factor), .type = LOWKEY_FIELD_F16, .shape = LOWKEY_FIELD_HDD, .when = LOWKEY_FIELD_FACTOR },
     { 0 },
 };
-enum { BUDGET_MINOR = 2, TRELLIS_MINOR = 3 }; /* versions that brought them */
+enum { BUDGET_MINOR = 2, TRELLIS_MINOR = 3, TUNED_MINOR = 4 }; /* versions that brought them */
 static const char *const side_names[] = { "key", "value", NULL };
 static const char *const token_scales[] = { "none", "f16", "f32", NULL }; /* by lowkey_token_scale */
 static const char *const outlier_rules[] = { "none", "limit", "rank", NULL }; /* by lowkey_outlier_rule */
@@ -310,6 +310,7 @@ static lowkey_status verify(void *arg, const char *path, lowkey_error *err)
 /* The least version that names all that is there. */
 static int minor_of(const lowkey_quantizer_desc *desc, const struct lowkey_fit_record *record)
 {
+    if (record->tuned_steps > 0) return TUNED_MINOR;
     for (int i = 0; i < desc->n_layers; i++)
         if (desc->layers[i].key.trellis || desc->layers[i].value.trellis) return TRELLIS_MINOR;
     return record->budget > 0 ? BUDGET_MINOR : LOWKEY_FORMAT_WRITTEN_MINOR;

@@ -11,7 +11,7 @@ import numpy as np
 
 from reader_pages import FLT_MAX, add_f32
 
-VERSION = (1, 3)
+VERSION = (1, 4)
 FLOAT_TYPES = {  # (sign position, exponent position, size, mantissa position, size), exponent bias -> name
     ((15, 10, 5, 0, 10), 15): "f16",
     ((15, 7, 8, 0, 7), 127): "bf16",
@@ -246,6 +246,8 @@ def quantizer(path):
         q.budget, *q.predicted_cost = (fit.real(name) for name in ("budget", "predicted_cost_key", "predicted_cost_value"))
         if not 0 <= q.budget <= 16 or min(q.predicted_cost) < 0 or (q.budget == 0 and any(q.predicted_cost)):
             fit.fail("@budget", "0 to 16, costs >= 0, and 0 without a budget", (q.budget, q.predicted_cost))
+    if root.version >= (1, 4):
+        q.tuned_steps = fit.integer("tuned_steps", 0)
     fit.integer("n_tokens", 0)
     fit.string("text_name")
     fit.sha256("text_sha256", joined=True)

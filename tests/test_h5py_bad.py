@@ -51,9 +51,9 @@ def test_version():
     """a newer major version is refused by name"""
     def version(value):
         return lambda file: file.attrs.__setitem__("schema_version", value)
-    refuse_edited(version([2, 0]), "activations version 2.0 is newer than 1.2")
+    refuse_edited(version([2, 0]), "activations version 2.0 is newer than 1.4")
     refuse_edited(version([99, 3]), "version 99.3")
-    refuse_edited(version([0, 9]), "expected [1, 2], found [0, 9]")
+    refuse_edited(version([0, 9]), "expected [1, 4], found [0, 9]")
     refuse_edited(version([1]), "attribute schema_version: expected shape [2], found shape [1]")
     refuse_edited(version(1), "attribute schema_version: expected shape [2], found a scalar")
     refuse_edited(version("1.0"), "attribute schema_version: expected shape [2], found a scalar")

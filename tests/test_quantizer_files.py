@@ -155,6 +155,26 @@ def test_budgets():
         (dict(budget=0), "without a budget"))])
 
 
+def tuned(f, steps, version=4):
+    """Make the file one of version 1.4, which says how many steps its tables were tuned by."""
+    budget(f, version=version)
+    for layer in f["layers"].values():
+        for side in ("key", "value"):
+            layer[side].attrs["trellis"] = 0
+    if steps is not None:
+        f["fit"].attrs["tuned_steps"] = steps
+
+
+def test_tuning():
+    """From version 1.4 a quantizer says by how many steps its tables were tuned, 0 for none; before it does not"""
+    for steps in (0, 1, 2**40):
+        good()
+        with h5py.File(PATH, "r+") as f:
+            tuned(f, steps)
+        opened()
+    spoil(*[(lambda f, how=how: tuned(f, *how), "tuned_steps") for how in ((None,), (-1,), (1, 3), (1.5,), ("1",))])
+
+
 def test_unknown_names():
     """At our version what the document does not name is refused; at a greater minor version it is ignored"""
     extras = [lambda f: f.attrs.__setitem__("note", "x"), lambda f: f.create_dataset("note", data=[1]),
@@ -167,6 +187,7 @@ def test_unknown_names():
         for how in extras:
             how(f)
         budget(f)
+        f["fit"].attrs["tuned_steps"] = 0
         for group in ("key", "value"):
             for layer in f["layers"].values():
                 layer[group].attrs["trellis"] = 0

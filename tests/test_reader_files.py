@@ -273,7 +273,9 @@ def test_newer_minor():
         f[f"{K}/surplus"], f["layers/001/surplus"] = 1, [1.0]
         f[K].attrs["surplus"] = f.attrs["surplus"] = "new"
         f["fit"].attrs["surplus"] = 1.5
-        f["fit"].attrs.update(budget=0.0, predicted_cost_key=0.0, predicted_cost_value=0.0)
+        for layer in f["layers"].values():
+            layer["key"].attrs["trellis"] = layer["value"].attrs["trellis"] = 0
+        f["fit"].attrs.update(budget=0.0, predicted_cost_key=0.0, predicted_cost_value=0.0, tuned_steps=0)
     assert verdicts(path("base.h5")) == (None, None), verdicts(path("base.h5"))
     with h5py.File(path("base.h5"), "r+") as f:
         f.attrs["schema_version"] = np.array([2, 0])

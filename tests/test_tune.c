@@ -174,6 +174,7 @@ static void the_written_file_says_what_it_was_tuned_on(void **state)
     assert_ok(lowkey_quantizer_read(path, &written, &record, &err), err);
     unlink(path);
     assert_int_equal(record->n_samples, 4);
+    assert_true(found.best_step > 0 && record->tuned_steps == found.best_step);
     assert_int_equal(record->n_tokens, 69 + 3 * 69);
     lowkey_sha256_print(tuning.tokens->text_sha256, text);
     assert_string_equal(record->text_name, "another;made up");

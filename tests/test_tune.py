@@ -14,6 +14,7 @@ import time
 import h5py
 import numpy as np
 
+import reader
 import tap
 from tiny_llama import checkpoint, config, write_folder
 
@@ -95,7 +96,11 @@ def test_figures():
                 assert np.array_equal(a[name], b[name]), name
             assert not np.array_equal(a["table"], b["table"])
             assert (b["report/histogram"][...].sum(-1) == 12 * (LENGTH - 1)).all()
-        assert len(new["sample_sha256"]) == 4 + 12
+        assert len(new["sample_sha256"]) == 4 + 12 and list(new.attrs["schema_version"]) == [1, 4]
+        assert new["fit"].attrs["tuned_steps"] == min(printed, key=lambda row: row[1])[0]
+    inspected = json.loads(good("inspect", "--json", f"{WORK}/out.h5").stdout)
+    assert inspected["fit"]["tuned_steps"] > 0 and "tuned_steps" not in good("inspect", "--json", QUANTIZER).stdout
+    assert reader.quantizer(f"{WORK}/out.h5").tuned_steps == inspected["fit"]["tuned_steps"]
 
 
 def test_trellis():
