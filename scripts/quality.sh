@@ -69,13 +69,10 @@ capture() { # capture NAME...: of the list, where its last file is not there
     done
 }
 
-fit() { # fit FOLDER < lines of NAME CAPTURES OPTIONS: those that are not there yet
+fit() { # fit FOLDER < lines of NAME CAPTURES OPTIONS: those that are not there yet, and captures for them
     while read -r name on options; do
         if [ -z "$name" ] || [ -e "$1/$name.quantizer.h5" ]; then continue; fi
-        if [ "${options%--trellis*}" != "$options" ] && ! "$lowkey" fit --help | grep -q trellis; then
-            echo "$name: left out, $lowkey fit has no --trellis" >&2
-            continue
-        fi
+        capture "${on%%.*}"
         case $options in
         *' then '*) tune=${options#* then } options=${options%% then *} out=$1/$name.untuned.h5 ;;
         *) tune='' out=$1/$name.quantizer.h5 ;;
@@ -89,6 +86,7 @@ fit() { # fit FOLDER < lines of NAME CAPTURES OPTIONS: those that are not there 
 evaluate() { # evaluate TEXT JOURNAL SUMMARY OPTION... FORMAT...
     text=$1 journal=$QUALITY/$2.csv name=$3 summary=$QUALITY/$3.summary.csv
     shift 3
+    capture text
     for file in "$folder"/text.activations.*.h5; do set -- --activations "$file" "$@"; done
     timed "eval $name" "$lowkey" eval --model "$model" --tokens "$tokens$text.tokens.h5" --window "$length" \
         --references "$QUALITY/references" --csv "$journal" --summary "$summary" "$@" >"$QUALITY/$name.txt"
@@ -107,7 +105,6 @@ merge() { # merge FILE...: rows of several CSV files under one header
 main_fits() {
     use_model smollm2
     use_domain wiki
-    capture text model
     fits | fit "$folder"
 }
 
@@ -130,7 +127,6 @@ full() {
 text() { # text MODEL TEXT DOMAIN OPTION...
     use_model "$1"
     use_domain "$3"
-    capture text model
     text=$2 formats='' at=''
     if [ "$3" = wiki ]; then formats="f16 $TEXT_PEERS"; else at=@$3; fi
     shift 3
@@ -159,7 +155,6 @@ EOF_TEXTS
 ablation() {
     use_model smollm2
     use_domain wiki
-    capture text model queries
     parts=$folder/ablation-$ABLATION_BUDGET
     mkdir -p "$parts"
     echo "$ablations" | fit "$parts"

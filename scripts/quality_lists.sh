@@ -26,7 +26,7 @@ queries $MODEL_SAMPLES  --queries yes
 fits() {
     for recipe in $KVQUANT; do echo "kvquant-$recipe text.activations.*.h5 --preset kvquant-$recipe"; done
     echo "kvquant-nuq2-1%-qnorm text.activations.*.h5 --preset kvquant-nuq2-1% --qnorm"
-    for budget in $BUDGETS; do echo "ours-$budget model.activations.*.h5 --budget $budget $TUNED"; done
+    for budget in $BUDGETS; do echo "ours-$budget model.activations.*.h5 --preset 4 --budget $budget $TUNED"; done
 }
 
 # Other texts and the second model: model, text, what is calibrated on, which windows. licences.eval has 12 windows in all.
@@ -54,18 +54,18 @@ gemma3  code.eval     mixture --spread $TEXT_SPREAD
 # pairs, and to channels of values, in turn. Outliers need flat bits, no trellis, no tuning: flat-plain is the same without.
 : "${ABLATION_BUDGET:=2.5}" "${ABLATION_FLAT:=2,3}"
 ablations="
-ours              model.activations.*.h5   --budget $ABLATION_BUDGET $TUNED
-no-value-feedback model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=keys $TUNED
-no-feedback       model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=none $TUNED
-no-refit          model.activations.*.h5   --budget $ABLATION_BUDGET --refit 0 $TUNED
-no-trellis        model.activations.*.h5   --budget $ABLATION_BUDGET --trellis 0 $TUNED
-${TUNED:+untuned model.activations.*.h5 --budget $ABLATION_BUDGET}
-gain              model.activations.*.h5   --budget $ABLATION_BUDGET --feedback=keys --gain=values $TUNED
+ours              model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET $TUNED
+no-value-feedback model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=keys $TUNED
+no-feedback       model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=none $TUNED
+no-refit          model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --refit 0 $TUNED
+no-trellis        model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --trellis 0 $TUNED
+${TUNED:+untuned model.activations.*.h5 --preset 4 --budget $ABLATION_BUDGET}
+gain              model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=keys --gain=values $TUNED
 flat              model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT $TUNED
 flat-plain        model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0
 flat-outliers     model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0 --outliers 0.01
-widths-2:4        model.activations.*.h5   --budget $ABLATION_BUDGET --widths 2:4 $TUNED
-no-gradients      queries.activations.*.h5 --budget $ABLATION_BUDGET $TUNED
-16-samples        model.activations.000.h5 --budget $ABLATION_BUDGET $TUNED
-text-labels       text.activations.*.h5    --budget $ABLATION_BUDGET $TUNED
+widths-2:4        model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --widths 2:4 $TUNED
+no-gradients      queries.activations.*.h5 --preset 4 --budget $ABLATION_BUDGET $TUNED
+16-samples        model.activations.000.h5 --preset 4 --budget $ABLATION_BUDGET $TUNED
+text-labels       text.activations.*.h5    --preset 4 --budget $ABLATION_BUDGET $TUNED
 "
