@@ -151,6 +151,16 @@ struct lowkey_test_spec lowkey_test_spec_rich(void)
     };
 }
 
+struct lowkey_test_spec lowkey_test_spec_trellis(void)
+{
+    struct lowkey_test_spec spec = lowkey_test_spec_rich();
+    spec.side[0] = (struct lowkey_test_side) {
+        .bits = { 4, 3, 2, 5, 1 }, .n_bits = 5, .trellis = 2, .feedback = 1
+    };
+    spec.side[1] = (struct lowkey_test_side) { .bits = { 2, 3 }, .n_bits = 2, .trellis = 4 };
+    return spec;
+}
+
 lowkey_quantizer_desc *lowkey_test_desc_make(const struct lowkey_test_spec *spec)
 {
     struct lowkey_random random = { spec->seed };

@@ -25,6 +25,8 @@ struct lowkey_test_spec {     /* every layer is like this */
 
 /* Two layers, mixed bits and everything on: what spoiling starts from. */
 struct lowkey_test_spec lowkey_test_spec_rich(void);
+/* The same shapes with trellises: keys of 1 to 5 bits with feedback, values of 2 and 3. */
+struct lowkey_test_spec lowkey_test_spec_trellis(void);
 
 /* Freed by lowkey_test_desc_free. Arrays may be written through a cast: they are this description's own. */
 lowkey_quantizer_desc *lowkey_test_desc_make(const struct lowkey_test_spec *spec);

@@ -29,17 +29,17 @@ enum { SANITIZED = 0 };
 
 /* Written by h5py, with metadata of the oldest kind, which has no checksums: mutations get farther. */
 #define GOLDEN "tests/golden/quantizer-1.0.h5"
+#define GOLDEN_TRELLIS "tests/golden/quantizer-1.3.h5"
 static char folder[64], path[96];
 static lowkey_error err;
 
-static void make_good_file(void)
+static void make_good_file(struct lowkey_test_spec spec)
 {
-    struct lowkey_test_spec spec = lowkey_test_spec_rich();
     spec.key_head_dim = spec.value_head_dim = spec.rope_dims = 8;
     static double numbers[16];
     static float gains[16];
     static uint8_t flags[16];
-    static uint64_t histogram[16 * 32];
+    static uint64_t histogram[16 * 64];
     static const unsigned char hashes[1][32] = { { 1 } };
     struct lowkey_side_report reports[2][2];
     for (int i = 0; i < 4; i++)
@@ -184,14 +184,27 @@ static int how_many(void)
 static void mutations_of_our_own_files_never_crash(void **state)
 {
     (void)state;
-    make_good_file();
+    make_good_file(lowkey_test_spec_rich());
     every_mutation_is_opened_or_refused(path, how_many(), 1);
+}
+
+static void mutations_of_our_own_files_of_trellises_never_crash(void **state)
+{
+    (void)state;
+    make_good_file(lowkey_test_spec_trellis());
+    every_mutation_is_opened_or_refused(path, how_many(), 500009);
 }
 
 static void mutations_of_files_without_checksums_never_crash(void **state)
 {
     (void)state;
     every_mutation_is_opened_or_refused(GOLDEN, how_many(), 1000003);
+}
+
+static void mutations_of_files_of_trellises_without_checksums_never_crash(void **state)
+{
+    (void)state;
+    every_mutation_is_opened_or_refused(GOLDEN_TRELLIS, how_many(), 1500007);
 }
 
 static int make_folder(void **state)
@@ -225,7 +238,9 @@ int main(int argc, char **argv)
     if (argc > 1) return 0;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(mutations_of_our_own_files_never_crash),
+        cmocka_unit_test(mutations_of_our_own_files_of_trellises_never_crash),
         cmocka_unit_test(mutations_of_files_without_checksums_never_crash),
+        cmocka_unit_test(mutations_of_files_of_trellises_without_checksums_never_crash),
     };
     return cmocka_run_group_tests_name(__FILE__, tests, make_folder, remove_folder);
 }

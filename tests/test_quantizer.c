@@ -58,10 +58,12 @@ static void rows_match_channels(const lowkey_quantizer *quantizer, int i)
                 const int c = h * d + given->order[h * d + r];
                 for (int k = 0; k < n_table; k++)
                     assert_true(head->table[r * n_table + k] == given->table[c * n_table + k]);
-                for (int k = 0; k + 1 < n_table; k++)
+                if (given->trellis) assert_true(head->metric_weight[r] == given->metric_weight[c]);
+                for (int k = 0; k + 1 < n_table && !given->trellis; k++)
                     assert_true(head->boundary[r * (n_table - 1) + k] ==
                                 given->boundary[c * (n_table - 1) + k]);
-                assert_int_equal(head->n_boundary[r], given->n_entries[c] ? given->n_entries[c] - 1 : 0);
+                assert_int_equal(head->n_boundary[r],
+                                 given->n_entries[c] && !given->trellis ? given->n_entries[c] - 1 : 0);
                 assert_true((double)side->unit[c] == pow(2, given->exponent[c]));
                 assert_true(side->rule_scale[c] == given->rule_scale[c]);
                 assert_true(side->lower[c] == given->lower[c] && side->upper[c] == given->upper[c]);
@@ -71,6 +73,11 @@ static void rows_match_channels(const lowkey_quantizer *quantizer, int i)
             }
             if (!given->factor) assert_null(head->factor);
             if (!n_table) assert_null(head->table);
+            if (given->trellis)
+                assert_null(head->boundary);
+            else
+                assert_null(head->metric_weight);
+            assert_int_equal(side->trellis, given->trellis);
         }
         const struct lowkey_side_layout layout = lowkey_side_page_layout(
             side->n_blocks, given->token_scale == LOWKEY_SCALE_F32 ? 4 : 2, given->outlier_page_capacity);
@@ -95,6 +102,8 @@ static void every_width_dim_and_head_ratio_is_accepted(void **state)
           .n_bits = 7,
           .rule_8 = LOWKEY_RULE_E5M2,
           .rule_16 = LOWKEY_RULE_BF16 },
+        { .bits = { 2 }, .n_bits = 1, .trellis = 1, .feedback = 1 },
+        { .bits = { 5, 1, 2, 4, 3 }, .n_bits = 5, .trellis = 4 },
     };
     enum { N = sizeof sides / sizeof sides[0] };
     for (size_t i = 0; i < N; i++)

@@ -190,11 +190,13 @@ static void everything_survives_and_is_written_again_alike(void **state)
           .rule_8 = LOWKEY_RULE_E4M3,
           .rule_16 = LOWKEY_RULE_BF16,
           .feedback = 1 },
+        { .bits = { 2 }, .n_bits = 1, .trellis = 1, .feedback = 1 },
+        { .bits = { 5, 1, 2, 4, 3 }, .n_bits = 5, .trellis = 4 },
     };
     enum { N = sizeof sides / sizeof sides[0] };
     static const int dims[] = { 8, 64, 72, 80, 96, 128, 256 };
-    for (int i = 0; i <= N; i++) {
-        struct lowkey_test_spec spec = lowkey_test_spec_rich();
+    for (int i = 0; i <= N + 1; i++) {
+        struct lowkey_test_spec spec = i == N ? lowkey_test_spec_rich() : lowkey_test_spec_trellis();
         if (i < N)
             spec = (struct lowkey_test_spec) { .n_layers = 1 + i % 3,
                                                .n_q_heads = 2 * (1 + i % 2),
@@ -259,6 +261,24 @@ static void the_golden_file_of_version_1_0_stays_readable(void **state)
     assert_true(value->token_scale == LOWKEY_SCALE_F16 && value->scale_block == 8);
     assert_true(value->outlier_rule == LOWKEY_OUTLIER_RANK && value->outlier_rank == 1 && !value->factor);
     assert_true(value->table_entries == 8 && value->table[7 * 8 + 3] == 0x1.a34p-1f);
+    lowkey_quantizer_free(quantizer);
+}
+
+static void the_golden_file_of_version_1_3_stays_readable(void **state)
+{
+    (void)state;
+    lowkey_quantizer *quantizer; /* written by h5py from the document alone */
+    assert_ok(lowkey_quantizer_open("tests/golden/quantizer-1.3.h5", NULL, &quantizer, &err), err);
+    const lowkey_layer_desc *layer = lowkey_quantizer_describe(quantizer)->layers;
+    const lowkey_side_desc *key = &layer->key, *value = &layer->value;
+    assert_true(key->trellis == 2 && value->trellis == 4 && !key->boundary && !value->boundary);
+    assert_memory_equal(key->bits, ((uint8_t[]) { 1, 2, 3, 4, 5, 2, 1, 1 }), 8);
+    assert_memory_equal(key->n_entries, ((uint8_t[]) { 4, 8, 16, 32, 63, 8, 4, 4 }), 8);
+    assert_memory_equal(key->order, ((uint16_t[]) { 1, 4, 7, 6, 0, 3, 2, 5 }), 16);
+    assert_true(key->table_entries == 64 && value->table_entries == 8);
+    assert_true(key->table[2 * 64] == -0x1.628p+1f && key->table[2 * 64 + 4] == -0x1.54cp-1f);
+    assert_true(key->metric_weight[0] == 0x1.caefcp+4f && value->metric_weight[3] == 0x1.0b9404p-3f);
+    assert_true(key->factor[7 * 8 + 2] == -0x1.498p-3f && !value->factor);
     lowkey_quantizer_free(quantizer);
 }
 
@@ -564,6 +584,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(everything_survives_and_is_written_again_alike),
         cmocka_unit_test(the_golden_file_of_version_1_0_stays_readable),
+        cmocka_unit_test(the_golden_file_of_version_1_3_stays_readable),
         cmocka_unit_test(only_the_target_is_left_in_the_folder),
         cmocka_unit_test(the_callers_memory_is_used_and_may_run_out),
         cmocka_unit_test(files_cut_anywhere_are_refused_in_one_line),

@@ -210,6 +210,66 @@ REFUSED = [
 ]
 
 
+def trellis_layers():
+    """Layer 1 has trellises of 2 and 4 survivors, of every width and feedback; layer 4 has none."""
+    rng = np.random.default_rng(6)
+    layers = base_layers()
+    g = layers[1][0]
+    key = make.side(rng, 2, 16, make.pairs_of(g), bits=(1, 2, 3, 4, 5), trellis=2, feedback=1, full=False)
+    value = make.side(rng, 2, 8, [], bits=(2, 3), trellis=4)
+    return {1: (g, key, value), 4: layers[4]}
+
+
+def several(name, *changes):
+    def apply(f):
+        for _, change in changes:
+            change(f)
+    return name, apply
+
+
+def tables_of(side, entries):
+    """Tables of another size: cut, or the last entry repeated."""
+    def resize(d):
+        return np.concatenate([d] + [d[:, :, -1:]] * max(0, entries - d.shape[2]), 2)[:, :, :entries]
+    return several(f"{side} with tables of {entries}", attribute(side, "table_entries", entries),
+                   dataset(f"{side}/table", resize), dataset(f"{side}/report/histogram", lambda d: resize(0 * d)),
+                   dataset(f"{side}/n_entries", lambda d: np.minimum(d, entries)))
+
+
+LIMITED = [attribute(V, "outlier_rule", "limit"), attribute(V, "outlier_cap", 2), attribute(V, "outlier_page_capacity", 99)]
+K4 = "layers/004/key"
+TRELLIS_REFUSED = [
+    *[attribute(K, "trellis", bad) for bad in (None, 0, 3, 5, 8, -1, 2.0, "2", [2])],
+    attribute(K4, "trellis", 1), attribute("layers/004/value", "trellis", 1),
+    attribute("/", "schema_version", [1, 2]), attribute("/", "schema_version", [1, 0]),
+    dataset(f"{K}/metric_weight", lambda d: None), dataset(f"{K}/metric_weight", lambda d: d[:1]),
+    dataset(f"{K}/metric_weight", lambda d: d.reshape(-1)), dataset(f"{K}/metric_weight", lambda d: np.ones((2, 16), int)),
+    dataset(f"{K}/metric_weight", lambda d: d.astype(np.float64) + 1e-12),
+    dataset(f"{K4}/metric_weight", lambda d: np.ones((2, 16), "f4")),
+    *[element(f"{K}/metric_weight", (1, 2), bad) for bad in (0, -0.0, -1, np.nan, np.inf)],
+    dataset(f"{K}/boundary", lambda d: np.full((2, 16, 63), reader.FLT_MAX)),
+    several("8-bit channels", element(f"{V}/bits", (0, 0), 8), attribute(V, "rule_8", "int8"),
+            element(f"{V}/n_entries", (0, 0), 0), element(f"{V}/table", (0, 0), 0),
+            dataset(f"{V}/rule_scale", lambda d: np.ones((2, 8)))),
+    several("16-bit channels", element(f"{V}/bits", (0, 0), 16), attribute(V, "rule_16", "f16"),
+            element(f"{V}/n_entries", (0, 0), 0), element(f"{V}/table", (0, 0), 0)),
+    several("a token scale", attribute(V, "token_scale", "f16"), attribute(V, "scale_block", 8)),
+    several("outliers by limit", *LIMITED),
+    several("outliers by rank", *LIMITED, attribute(V, "outlier_rule", "rank"), attribute(V, "outlier_rank", 1)),
+    tables_of(K, 2), tables_of(K, 32), tables_of(K, 63), tables_of(K, 65), tables_of(K, 128), tables_of(V, 8), tables_of(V, 15),
+    attribute(V, "table_entries", 2), attribute(V, "table_entries", 0),
+    element(f"{V}/n_entries", (0, 0), 0), element(f"{V}/n_entries", (0, 0), 9), element(f"{V}/n_entries", (0, 0), 7),
+    element(f"{V}/table", (0, 0, 7), 99),
+]
+TRELLIS_ACCEPTED = [
+    ("nothing", lambda f: None), attribute(K, "trellis", 1), attribute(K, "trellis", 4, dtype=">u8"),
+    dataset(f"{K}/metric_weight", lambda d: d.astype(">f8"), chunks=(1, 5), compression=9, fletcher32=True),
+    dataset(f"{K}/metric_weight", lambda d: np.full(d.shape, 2.0**-24, np.float16)),
+    element(f"{K}/metric_weight", (1, 2), 1e-45), element(f"{K}/metric_weight", (1, 2), reader.FLT_MAX),
+    tables_of(V, 17), tables_of(V, 64),
+]
+
+
 ACCEPTED = [
     ("nothing", lambda f: None),
     attribute("/", "schema_version", [1, 0], dtype=">i8"), attribute("/", "schema", np.bytes_("quantizer")),
@@ -228,9 +288,9 @@ ACCEPTED = [
 ]
 
 
-def changed_file(number, change):
+def changed_file(number, change, base="base.h5"):
     name = path(f"changed-{number}.h5")
-    shutil.copy(path("base.h5"), name)
+    shutil.copy(path(base), name)
     with h5py.File(name, "r+") as f:
         change(f)
     return name
@@ -241,12 +301,10 @@ def write_base():
     assert verdicts(path("base.h5")) == (None, None), verdicts(path("base.h5"))
 
 
-def test_refusals():
-    """What breaks the format is refused by both readers"""
-    write_base()
+def refuse(base, changes):
     wrong = []
-    for number, (name, change) in enumerate(REFUSED):
-        mine, theirs = verdicts(changed_file(number, change))
+    for number, (name, change) in enumerate(changes):
+        mine, theirs = verdicts(changed_file(number, change, base))
         if mine is None or theirs is None:
             wrong.append(f"{name}: NumPy says {mine}; C says {theirs}")
         elif "\n" in theirs or f"changed-{number}.h5" not in theirs:
@@ -254,15 +312,49 @@ def test_refusals():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_variations():
-    """What the format leaves open is accepted by both readers"""
-    write_base()
+def accept(base, changes):
     wrong = []
-    for number, (name, change) in enumerate(ACCEPTED):
-        both = verdicts(changed_file(number, change))
+    for number, (name, change) in enumerate(changes):
+        both = verdicts(changed_file(number, change, base))
         if both != (None, None):
             wrong.append(f"{name}: NumPy and C say {both}")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_refusals():
+    """What breaks the format is refused by both readers"""
+    write_base()
+    refuse("base.h5", REFUSED)
+
+
+def test_variations():
+    """What the format leaves open is accepted by both readers"""
+    write_base()
+    accept("base.h5", ACCEPTED)
+
+
+def test_trellis_refusals():
+    """What breaks the format of trellises is refused by both readers"""
+    make.write(path("trellis.h5"), trellis_layers(), n_sink_tokens=2, n_layers=6)
+    refuse("trellis.h5", TRELLIS_REFUSED)
+
+
+def test_trellis_variations():
+    """What the format of trellises leaves open is accepted by both readers"""
+    make.write(path("trellis.h5"), trellis_layers(), n_sink_tokens=2, n_layers=6)
+    accept("trellis.h5", TRELLIS_ACCEPTED)
+
+
+def test_trellis_and_versions():
+    """From version 1.3 a side says whether it has a trellis, 0 for none; before it does not"""
+    write_base()
+    costs = several("costs", *[attribute("fit", name, 0.0) for name in ("budget", "predicted_cost_key", "predicted_cost_value")])
+    says = several("trellises", *[attribute(f"layers/{i}/{side}", "trellis", 0) for i in ("001", "004") for side in ("key", "value")])
+    version = lambda minor: attribute("/", "schema_version", [1, minor])
+    accept("base.h5", [several("1.3", version(3), costs, says), several("1.2", version(2), costs)])
+    refuse("base.h5", [several("1.3 that does not say", version(3), costs), several("1.2 that says", version(2), costs, says),
+                       several("1.0 that says", says), several("1.3 without costs", version(3), says),
+                       several("one that does not", version(3), costs, says, attribute(V, "trellis", None))])
 
 
 def test_newer_minor():
