@@ -65,6 +65,18 @@ static const struct lowkey_case_format {
         .shuffled = 1 } },
     { "2 bits, f16 scales of 8",
       { .bits = 2, .token_scale = LOWKEY_SCALE_F16, .scale_block = 8, .few_entries = 1 } },
+    { "1 bit, trellis of 4", { .bits = 1, .trellis = 4 } },
+    { "2 bits, trellis, feedback", { .bits = 2, .trellis = 1, .feedback = 1, .shuffled = 1 } },
+    { "3 bits, trellis", { .bits = 3, .trellis = 1, .shuffled = 1 } },
+    { "4 bits, trellis of 2, feedback", { .bits = 4, .trellis = 2, .feedback = 1 } },
+    { "5 bits, trellis of 2", { .bits = 5, .trellis = 2, .few_entries = 1 } },
+    { "mixed, trellis of 4, feedback",
+      { .bits = LOWKEY_MIXED_BITS,
+        .trellis = 4,
+        .feedback = 1,
+        .shuffled = 1,
+        .few_entries = 1,
+        .constant_channels = 1 } },
 };
 enum { LOWKEY_N_FORMATS = sizeof lowkey_formats / sizeof lowkey_formats[0] };
 

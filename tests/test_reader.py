@@ -132,6 +132,15 @@ CASES = [
     case("one token", (2, 1), (64, 64), dict(bits=(2,), **LIMIT), dict(bits=(2,), token_scale="f16", scale_block=64),
          tokens=1),
     case("sinks alone", (2, 1), (64, 64), dict(bits=(2,), **LIMIT), dict(bits=(2,)), sinks=7, tokens=7),
+    case("trellises of 1 and 2 survivors", (4, 2), (64, 72), dict(bits=(2,), trellis=1), dict(bits=(3,), trellis=2), sinks=4),
+    case("trellises with feedback, mixed", (3, 1), (64, 64), dict(bits=(1, 2, 3, 4, 5), trellis=2, feedback=1, full=False),
+         dict(bits=(1, 2, 3), trellis=4, feedback=1), sinks=3, tokens=80),
+    case("a trellis of 8 channels beside token scales", (2, 2), (8, 64), dict(bits=(1, 5), trellis=4, wide_table=True),
+         dict(bits=(2,), token_scale="f16", scale_block=64), pairing="interleaved", tokens=129),
+    case("trellises of 128 and 256 channels", (2, 1), (128, 256), dict(bits=(4, 2), trellis=1, feedback=1),
+         dict(bits=(2, 1), trellis=1, wide_table=True, full=False), rope=64, tokens=66),
+    case("trellises of large and small channels", (2, 1), (64, 64), dict(bits=(2, 3), trellis=2, feedback=1, magnitude=1e18),
+         dict(bits=(2, 3), trellis=4, magnitude=1e-20), tokens=66),
     case("63 tokens of large channels", (2, 1), (64, 64), dict(bits=(2,), magnitude=1e30, **LIMIT),
          dict(bits=(2,), magnitude=1e-30), tokens=63),
 ]
@@ -153,6 +162,14 @@ def plain_tokens(rng, side, T):
     return F32(side.center + rng.normal(size=(T, side.H, side.D)) * spread)
 
 
+def middles(side):
+    """The boundaries [H, D, E - 1], or what ties in a trellis: the middles of neighbours in a subset; entries for the rest."""
+    if not side.trellis:
+        return np.where(np.abs(side.boundary) < 1e30, side.boundary, side.table[:, :, :-1])
+    apart = np.minimum(np.arange(side.E - 1) + 4, side.E - 1)
+    return (side.table[:, :, :-1].astype(np.float64) + side.table[:, :, apart]) / 2
+
+
 def hard_tokens(rng, side, T):
     """Each token of one of the kinds that break packers."""
     x = plain_tokens(rng, side, T).astype(np.float64)
@@ -169,7 +186,7 @@ def hard_tokens(rng, side, T):
         elif kind == 4:  # equal values everywhere, zeros of both signs among them
             x[t] = rng.choice([-2.0, -0.0, 0.0, 0.0, 2.0], shape)
         elif kind == 5 and side.E:  # on the boundaries and on the entries
-            b = np.where(np.abs(side.boundary) < 1e30, side.boundary, side.table[:, :, :-1])
+            b = middles(side)
             pick = rng.integers(0, b.shape[2], shape)[:, :, None]
             x[t] = np.take_along_axis(b if rng.random() < 0.5 else side.table[:, :, :-1], pick, 2)[:, :, 0]
         elif kind == 6:
@@ -236,7 +253,8 @@ def extreme_tokens(rng, side, T):
 def test_extremes():
     """Tokens from the smallest denormals to the largest f32 give the packer's bytes and the decoder's values, from quantizers made in memory"""
     far = dict(bits=(2,), feedback=1, magnitude=1e37)  # errors that are infinite, and then NaN
-    cases = [case("channels near the end of f32", (2, 2), (64, 64), far, {**far, **LIMIT})] + CASES
+    cases = [case("channels near the end of f32", (2, 2), (64, 64), far, {**far, **LIMIT}),
+             case("trellises near the end of f32", (1, 1), (64, 64), {**far, "trellis": 1}, {**far, "trellis": 4})] + CASES
     for number, c in enumerate(cases):
         rng, name = write_case(c, 200 + number)
         q = reader.quantizer(name)

@@ -67,7 +67,7 @@ def compare_report(q, side, x, offsets, what):
     assert report.n_tokens == len(true), f"{what}: n_tokens"
     if side.E:
         for h, c in np.argwhere(side.n_entries > 0):
-            counts = np.bincount(codes[:, h, c], minlength=side.E)
+            counts = np.bincount(pages.entries_of(side, h, codes[:, h])[:, c], minlength=side.E)
             found = report.histogram[h, c]
             assert (counts == found).all(), f"{what}: histogram head {h} channel {c}: {found}, expected {counts}"
     for name, want in (("mean", true.mean(0)), ("variance", true.var(0)), ("mse", ((kept - true) ** 2).mean(0))):

@@ -121,7 +121,8 @@ static void test_payload_of_static_tables(void **state)
     static const struct {
         int format;
         double bits;
-    } known[] = { { 0, 1 }, { 1, 2 }, { 2, 3 }, { 3, 4 }, { 4, 5 }, { 5, 8 }, { 8, 16 }, { 11, 2 } };
+    } known[] = { { 0, 1 },  { 1, 2 },  { 2, 3 },  { 3, 4 },  { 4, 5 }, { 5, 8 },
+                  { 8, 16 }, { 11, 2 }, { 18, 1 }, { 19, 2 }, { 22, 5 } };
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         const struct lowkey_quantizer_choice choice = lowkey_case(1, known[i].format, known[i].format);
         lowkey_quantizer *quantizer = lowkey_make_quantizer(&choice, NULL);
