@@ -32,7 +32,7 @@ static const char usage[] =
     "  --validate N           validate every N steps, before the first and after the last (10)\n"
     "  --steps N              (100); each window is read once before one is read again\n"
     "  --rate X               how far an entry moves in the first step, in its channel's rms error\n"
-    "                         (0.05); it falls to 0 as a cosine does\n"
+    "                         (0.02); it falls to 0 as a cosine does\n"
     "  --seed N               of the order of windows (1)\n"
     "  --checkpoint FILE      written after each step; the same command goes on from it\n"
     "  --log FILE             a CSV file of the KL of every step and validation\n"
@@ -234,7 +234,7 @@ static lowkey_status run(const struct options *options, const lowkey_model *mode
 int lowkey_tune_cmd(int argc, char **argv)
 {
     struct options options = {
-        .length = 1024, .steps = 100, .every = 10, .seed = 1, .rate = 0.05, .n_threads = lowkey_cpu_count()
+        .length = 1024, .steps = 100, .every = 10, .seed = 1, .rate = 0.02, .n_threads = lowkey_cpu_count()
     };
     const int wrong = parse(argc, argv, &options);
     if (wrong) return wrong < 0 ? 0 : wrong;
