@@ -14,8 +14,8 @@
 
 enum { D = 8 };
 
-/* Tables 0, step, 2 step, ... of n_used entries, weights 1. */
-static lowkey_quantizer *make_ramp(int bits, int n_used, float step, int survivors)
+/* Tables 0, step, 2 step, ... of n_used entries, weights 1 but for that of the last row. */
+static lowkey_quantizer *make_weighted(int bits, int n_used, float step, float last_weight, int survivors)
 {
     enum { E = 64 };
     uint8_t widths[D], n_entries[D];
@@ -27,6 +27,7 @@ static lowkey_quantizer *make_ramp(int bits, int n_used, float step, int survivo
         for (int k = 0; k < n_table; k++)
             table[c * n_table + k] = step * (float)(k < n_used ? k : n_used - 1);
     }
+    metric_weight[D - 1] = last_weight;
     int16_t exponent[D];
     for (int c = 0; c < D; c++) exponent[c] = (int16_t)ilogb(step);
     const lowkey_side_desc side = { .struct_size = sizeof side,
@@ -51,6 +52,11 @@ static lowkey_quantizer *make_ramp(int bits, int n_used, float step, int survivo
     lowkey_error err;
     assert_ok(lowkey_quantizer_create(&desc, NULL, &quantizer, &err), err);
     return quantizer;
+}
+
+static lowkey_quantizer *make_ramp(int bits, int n_used, float step, int survivors)
+{
+    return make_weighted(bits, n_used, step, 1, survivors);
 }
 
 /* Every level packs x into these codes, and unpacks these values. */
@@ -122,6 +128,16 @@ static void test_ties(void **state)
             for (int c = 0; c < D; c++) x[c] = c % 2 ? 1e-30f : 0; /* squares that are 0 */
             check_codes(make_ramp(bits, 1, 1, survivors), x, codes, values);
         }
+}
+
+/* Entry 2 of the last row costs FLT_MAX, entry 0 more than f32 holds, which counts as FLT_MAX: a tie from there on. */
+static void test_the_dearest_cost(void **state)
+{
+    (void)state;
+    static const unsigned codes[D] = { 0 };
+    static const float x[D] = { [7] = 3 }, values[D] = { 0 };
+    for (int survivors = 1; survivors <= 4; survivors *= 2)
+        check_codes(make_weighted(1, 4, 1, FLT_MAX, survivors), x, codes, values);
 }
 
 /* Squares among the denormals count: 2^-140 against 2^-138 and 0. */
@@ -327,6 +343,7 @@ int main(void)
         { "trellis: a row may cost more where the next gains more", test_a_dear_row_that_pays, NULL, NULL,
           NULL },
         { "trellis: of equal costs the lowest entries and states win", test_ties, NULL, NULL, NULL },
+        { "trellis: costs beyond f32 count as its largest number", test_the_dearest_cost, NULL, NULL, NULL },
         { "trellis: costs among the denormals count", test_denormal_costs, NULL, NULL, NULL },
         { "trellis: every width, survivors, feedback and head_dim gives the oracle's codes",
           test_every_width_and_survivors, NULL, NULL, NULL },

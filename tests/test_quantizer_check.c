@@ -186,6 +186,33 @@ static void an_entry_is_accepted_iff_some_f16_gives_it(void **state)
     X(PUT_F(k->factor, 5 * 24 + 3, ldexpf(1, -25)), "expected a number exact in f16")                                        \
     X(PUT_F(k->factor, 5 * 24 + 3, NAN), "expected a number exact in f16, found nan")
 
+/* The same shapes with trellises, of 2 and 4 survivors. Key: E 64, bits 4 3 2 5 1 .., feedback; value: E 16, bits 2 3 ... */
+#define TRELLIS_REFUSALS(X)                                                                                                  \
+    X(k->trellis = 3, "layer 3 key: trellis: expected 0, 1, 2 or 4 survivors of a state, found 3")                           \
+    X(v->trellis = 8, "layer 3 value: trellis: expected 0, 1, 2 or 4 survivors of a state, found 8")                         \
+    X(k->trellis = -1, "layer 3 key: trellis: expected 0, 1, 2 or 4")                                                        \
+    X(k->trellis = 0, "layer 3 key: table_entries: expected 0 or 2 to 32, found 64")                                         \
+    X(v->trellis = 0, "layer 3 value: boundary: expected an array, found none")                                              \
+    X(k->reserved = 1, "layer 3 key: reserved: expected 0, found 1")                                                         \
+    X(k->table_entries = 65, "layer 3 key: table_entries: expected 4 to 64, found 65")                                       \
+    X(k->table_entries = 2, "layer 3 key: table_entries: expected 4 to 64, found 2")                                         \
+    X((k->table_entries = 0, k->table = NULL), "layer 3 key: table_entries: expected 4 to 64, found 0")                      \
+    X(k->table_entries = 63, "layer 3 key: table head 0 channel 3: 5 bits with a trellis need 64 entries, found 63")         \
+    X(v->boundary = v->table, "layer 3 value: boundary: expected none, found an array, as table_entries is 16 and trellis 4") \
+    X(v->metric_weight = NULL, "layer 3 value: metric_weight: expected an array, found none")                                \
+    X(v->token_scale = LOWKEY_SCALE_F16, "layer 3 value: token_scale: expected none with a trellis")                         \
+    X(v->outlier_rule = LOWKEY_OUTLIER_LIMIT, "layer 3 value: outlier_rule: expected none with a trellis")                   \
+    X(PUT(uint8_t, k->bits, 26, 8), "layer 3 key: bits head 1 channel 2: expected 1 to 5 with a trellis, found 8")           \
+    X(PUT(uint8_t, k->bits, 26, 16), "layer 3 key: bits head 1 channel 2: expected 1 to 5 with a trellis, found 16")         \
+    X(PUT(uint8_t, k->n_entries, 4, 5), "layer 3 key: n_entries head 0 channel 4: expected 1 to 4 at 1 bits, found 5")       \
+    X(PUT(uint8_t, k->n_entries, 4, 0), "layer 3 key: n_entries head 0 channel 4: expected 1 to 4 at 1 bits, found 0")       \
+    X(PUT_F(k->metric_weight, 25, 0), "layer 3 key: metric_weight head 1 channel 1: expected > 0, found 0")                  \
+    X(PUT_F(k->metric_weight, 25, -0.5f), "layer 3 key: metric_weight head 1 channel 1: expected > 0, found -0.5")           \
+    X(PUT_F(k->metric_weight, 25, NAN), "layer 3 key: metric_weight head 1 channel 1: expected a finite number, found nan")  \
+    X(PUT_F(k->metric_weight, 25, INFINITY), "layer 3 key: metric_weight head 1 channel 1: expected a finite number, found inf") \
+    X(PUT_F(k->table, 63, 3), "layer 3 key: table head 0 channel 0: entry 63 is not in use: expected ")                      \
+    X(swap_entries(k, 0), "layer 3 key: table head 0 channel 0: entry 1 (")
+
 static void swap(const uint16_t *order, int i, int j)
 {
     const uint16_t kept = order[i];
@@ -224,23 +251,27 @@ static void mutate(int i, lowkey_quantizer_desc *d, lowkey_layer_desc *l, lowkey
     int n = 0;
 #define MUTATION(code, words) if (n++ == i) code;
     REFUSALS(MUTATION)
+    TRELLIS_REFUSALS(MUTATION)
 #undef MUTATION
 }
 
 static const char *const words_of[] = {
 #define WORDS(code, words) words,
     REFUSALS(WORDS)
+    TRELLIS_REFUSALS(WORDS)
 #undef WORDS
 };
-enum { N_REFUSALS = sizeof words_of / sizeof words_of[0] };
+#define ONE(code, words) +1
+enum { N_REFUSALS = sizeof words_of / sizeof words_of[0], N_PLAIN = REFUSALS(ONE) };
 
 static void is_refused(void **state)
 {
     const char *const *words = *state;
-    const struct lowkey_test_spec spec = lowkey_test_spec_rich();
+    const int has_trellis = words - words_of >= N_PLAIN;
+    const struct lowkey_test_spec spec = has_trellis ? lowkey_test_spec_trellis() : lowkey_test_spec_rich();
     lowkey_quantizer_desc *desc = lowkey_test_desc_make(&spec);
-    assert_int_equal(desc->layers[0].key.n_entries[0], 16); /* the mutated channels use all their entries */
-    assert_int_equal(desc->layers[0].key.n_entries[4], 2);
+    assert_int_equal(desc->layers[0].key.n_entries[0], has_trellis ? 32 : 16); /* the mutated channels use all their entries */
+    assert_int_equal(desc->layers[0].key.n_entries[4], has_trellis ? 4 : 2);
     lowkey_quantizer_desc mutated = *desc;
     lowkey_layer_desc layers[2] = { desc->layers[0], desc->layers[1] };
     mutated.layers = layers;
