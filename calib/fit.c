@@ -60,8 +60,9 @@ static void settle_refit(enum lowkey_sensitivity sensitivity, struct lowkey_fit_
     for (int which = 0; which < 2; which++) {
         struct lowkey_side_options *side = &options->side[which];
         if (side->refit == LOWKEY_REFIT_AUTO)
-            side->refit = side->trellis || (sensitivity == LOWKEY_SENSITIVITY_FISHER && lowkey_has_plain_tables(side)) ? 2
-                                                                                                                     : 0;
+            side->refit = side->trellis                                                               ? 3
+                          : sensitivity == LOWKEY_SENSITIVITY_FISHER && lowkey_has_plain_tables(side) ? 2
+                                                                                                      : 0;
         if (!side->feedback && !side->trellis) side->refit = 0; /* the values are quantized as they are */
     }
 }
@@ -79,7 +80,8 @@ static void settle_widths(enum lowkey_sensitivity sensitivity, struct lowkey_fit
 static double passes(const lowkey_captures *captures, const struct lowkey_fit_options *options,
                      enum lowkey_sensitivity sensitivity)
 {
-    const int attends = sensitivity == LOWKEY_SENSITIVITY_ATTENTION || lowkey_feeds_from_queries(captures, options);
+    const int attends = sensitivity == LOWKEY_SENSITIVITY_ATTENTION ||
+                        lowkey_feeds_from_queries(captures, options);
     int n = attends + (options->budget > 0 ? attends + 2 : 0);
     for (int which = 0; which < 2; which++) {
         const struct lowkey_side_options *side = &options->side[which];
@@ -106,8 +108,8 @@ static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_o
     lowkey_status status = LOWKEY_OK;
     struct lowkey_widths widths = { 0 };
     if (options->budget > 0)
-        status = lowkey_widths_find(captures, options, sensitivity, out, &progress, &work_done, &result->pool, &widths,
-                                    err);
+        status = lowkey_widths_find(captures, options, sensitivity, out, &progress, &work_done, &result->pool,
+                                    &widths, err);
     result->record.budget = options->budget;
     result->record.predicted_cost_key = widths.predicted[0];
     result->record.predicted_cost_value = widths.predicted[1];
@@ -116,7 +118,8 @@ static lowkey_status fit_layers(struct result *result, const struct lowkey_fit_o
             .captures = captures, .options = options, .sensitivity = sensitivity, .out = out, .layer = i
         };
         for (int which = 0; which < 2; which++)
-            lowkey_layer_fit_side(&fit, which, widths.bits ? widths.bits[i][which] : NULL, &progress, &work_done);
+            lowkey_layer_fit_side(&fit, which, widths.bits ? widths.bits[i][which] : NULL, &progress,
+                                  &work_done);
         layers[i] = captures->info->layers[i];
         status = lowkey_layer_fit_run(&fit, &layers[i], &result->pool, err);
         for (int which = 0; which < 2; which++) {

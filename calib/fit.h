@@ -19,7 +19,7 @@ enum lowkey_sensitivity {
 
 enum { LOWKEY_MAX_WIDTHS = 64 };
 enum { LOWKEY_FEEDBACK_IF_POSSIBLE = 2 }; /* where the files have what it takes */
-enum { LOWKEY_REFIT_AUTO = -1 }; /* 2 with feedback and gradients, where tables are static ones per channel, else 0 */
+enum { LOWKEY_REFIT_AUTO = -1 }; /* 3 with a trellis; with feedback and gradients 2, where tables are static ones per channel; else 0 */
 
 struct lowkey_side_options { /* of keys, or of values */
     int n_widths; /* widths of channels in turn: RoPE pair by pair for keys, channel by channel for values */

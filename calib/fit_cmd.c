@@ -11,16 +11,22 @@ static const char usage[] =
     "\n"
     "Fit tables to captured keys and values. Options of a side are for both; --key-... and --value-... for "
     "one.\n"
-    "  --preset NAME             2, 3, 4: our recipe, so many bits on average; KVQuant's: kvquant-nuq2, -nuq3, "
+    "  --preset NAME             2, 3, 4: our recipe, so many bits on average; KVQuant's: kvquant-nuq2, "
+    "-nuq3, "
     "-nuq4,\n"
     "                            each also with -1%; other options then change it. Without: 4, but where an "
     "option of\n"
-    "                            a side (--[..]) is given: then plain tables of 4 bits for it to change\n"
-    "  --budget F                mean bits of all elements, shared out over channels by what their errors cost; "
+    "                            a side (--[..]) and no budget is given: then plain tables of 4 bits, no "
+    "sinks, "
+    "for it to\n"
+    "                            change\n"
+    "  --budget F                mean bits of all elements, shared out over channels by what their errors "
+    "cost; "
     "given\n"
     "                            without a preset it changes preset 4\n"
     "  --widths LOW:HIGH         of a budget (1:5 by gradients, else 2:4)\n"
-    "  --[key-|value-]bits N     1 to 5, 8 or 16 instead of a budget; N,M,...: by RoPE pair of keys, by channel "
+    "  --[key-|value-]bits N     1 to 5, 8 or 16 instead of a budget; N,M,...: by RoPE pair of keys, by "
+    "channel "
     "of\n"
     "                            values, in turn\n"
     "  --[..]codebook KIND       fitted (default), uniform, normal_float\n"
@@ -32,13 +38,16 @@ static const char usage[] =
     "  --[..]outlier-page N      at most so many a page of 64 tokens\n"
     "  --[..]rule-8 R            e4m3 (default), e5m2, int8\n"
     "  --[..]rule-16 R           f16 (default), bf16\n"
-    "  --[..]trellis N           code rows by a trellis, whose search keeps 1, 2 or 4 survivors a state (0: none)\n"
+    "  --[..]trellis N           code rows by a trellis, whose search keeps 1, 2 or 4 survivors a state (0: "
+    "none)\n"
     "  --[..]qnorm               match the spread after quantization\n"
     "  --gain[=SIDE]             correct for shrinkage: values (default), keys, both, none\n"
     "  --feedback[=SIDE]         feed errors back when packing: keys (default), values, both, none\n"
-    "  --refit N                 rounds of fitting tables again to what is left once errors are fed back (2 by "
-    "gradients,\n"
-    "                            else 0: without their weights it does harm)\n"
+    "  --refit N                 rounds of fitting tables again to what packing makes of the values (3 with "
+    "a "
+    "trellis;\n"
+    "                            with feedback alone 2 by gradients, else 0: without their weights it does "
+    "harm)\n"
     "  --damp F                  of the feedback's matrix (0.05)\n"
     "  --samples FIRST:END       of every file only samples FIRST..END-1 (all): the others are for "
     "measuring\n"
@@ -221,8 +230,10 @@ static int parse_width_range(const char *option, const char *text, struct lowkey
     if (!colon || (size_t)(colon - text) >= sizeof low)
         return lowkey_command_usage("fit", "%s is LOW:HIGH, not '%s'", option, text);
     memcpy(low, text, (size_t)(colon - text));
-    return parse_number(option, low, 1, 5, &o->low_width) || parse_number(option, colon + 1, 1, 5, &o->high_width) ? 2
-                                                                                                                   : 0;
+    return parse_number(option, low, 1, 5, &o->low_width) ||
+                   parse_number(option, colon + 1, 1, 5, &o->high_width)
+               ? 2
+               : 0;
 }
 
 static int parse_other(struct command *command, int which, const char *option)
@@ -287,7 +298,8 @@ static int settle_preset(struct command *command)
 {
     if (command->has_bits && command->has_budget)
         return lowkey_command_usage("fit", "--bits and --budget both say how many bits: choose one");
-    if (!command->has_preset && !command->has_side_option) lowkey_fit_preset("4", &command->options);
+    if (!command->has_preset && (command->has_budget || !command->has_side_option))
+        lowkey_fit_preset("4", &command->options);
     if (command->has_bits) command->options.budget = 0;
     return 0;
 }
@@ -320,7 +332,8 @@ static int parse(int argc, char **argv, struct command *command)
     }
     if (!command->out) return lowkey_command_usage("fit", "--out is missing");
     if (optind == argc) return lowkey_command_usage("fit", "no activations are given");
-    return lowkey_check_output("fit", "--out", command->out, argc - optind, (const char *const *)(argv + optind));
+    return lowkey_check_output("fit", "--out", command->out, argc - optind,
+                               (const char *const *)(argv + optind));
 }
 
 int lowkey_fit_cmd(int argc, char **argv)

@@ -34,22 +34,26 @@ struct preset {
     enum lowkey_scope scope;
     lowkey_token_scale value_scale;
     double outliers;
-    int feedback[2], gain[2]; /* keys, values */
+    int trellis; /* survivors of a state */
+    int key_feedback;
     double weight_clip, weight_floor;
     int normalised_units;
 };
 
-/* Ours: bits shared out by cost, tables per channel, keys' errors fed back (where the files have what
- * that takes), values' gain. KVQuant's: keys have one codebook
+/* Ours: bits shared out by cost, tables per channel, rows coded by a trellis, keys' errors fed back (where the files have
+ * what that takes). KVQuant's: keys have one codebook
  * a layer and each channel's range, values a scale a token; weights as they are, on normalised values. All leave out
  * the first token, the sink. */
-#define OURS(bits_name, mean_bits)                                                                 \
-    { .name = bits_name, .budget = mean_bits, .bits = 4, .scope = LOWKEY_SCOPE_CHANNEL,            \
-      .feedback = { LOWKEY_FEEDBACK_IF_POSSIBLE, 0 }, .gain = { 0, 1 },                           \
-      .weight_clip = 50, .weight_floor = 1e-3 }
-#define KVQUANT(bits_name, n_bits, fraction)                                                       \
-    { .name = bits_name, .bits = n_bits, .scope = LOWKEY_SCOPE_LAYER,                              \
-      .value_scale = LOWKEY_SCALE_F16, .outliers = fraction, .normalised_units = 1 }
+#define OURS(bits_name, mean_bits)                                                                           \
+    {                                                                                                        \
+        .name = bits_name, .budget = mean_bits, .bits = 4, .scope = LOWKEY_SCOPE_CHANNEL, .trellis = 4,      \
+        .key_feedback = LOWKEY_FEEDBACK_IF_POSSIBLE, .weight_clip = 50, .weight_floor = 1e-3                 \
+    }
+#define KVQUANT(bits_name, n_bits, fraction)                                                                 \
+    {                                                                                                        \
+        .name = bits_name, .bits = n_bits, .scope = LOWKEY_SCOPE_LAYER, .value_scale = LOWKEY_SCALE_F16,     \
+        .outliers = fraction, .normalised_units = 1                                                          \
+    }
 static const struct preset presets[] = {
     OURS("2", 2),
     OURS("3", 3),
@@ -75,9 +79,9 @@ int lowkey_fit_preset(const char *name, struct lowkey_fit_options *options)
         side->codebook = LOWKEY_CODEBOOK_FITTED;
         side->scope = preset->scope;
         side->outlier_fraction = preset->outliers;
-        side->feedback = preset->feedback[which];
-        side->gain = preset->gain[which];
+        side->trellis = preset->trellis;
     }
+    options->side[0].feedback = preset->key_feedback;
     options->side[1].token_scale = preset->value_scale;
     options->budget = preset->budget;
     options->n_sinks = 1;
@@ -123,14 +127,17 @@ static lowkey_status check_side(const struct lowkey_side_options *side, const ch
     if (!any_table && (side->gain || side->qnorm))
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: a correction belongs to widths of 1 to 5 bits", name);
     if (side->trellis < 0 || side->trellis > 4 || side->trellis == 3)
-        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a trellis keeps 1, 2 or 4 survivors of a state, not %d", name,
-                           side->trellis);
+        return lowkey_fail(err, LOWKEY_EINVAL, "%s: a trellis keeps 1, 2 or 4 survivors of a state, not %d",
+                           name, side->trellis);
     if (side->trellis && (!lowkey_has_plain_tables(side) || any_16_or_8))
         return lowkey_fail(err, LOWKEY_EINVAL,
-                           "%s: a trellis goes with fitted tables per channel of 1 to 5 bits, without token scales and outliers", name);
+                           "%s: a trellis goes with fitted tables per channel of 1 to 5 bits, without token "
+                           "scales and outliers",
+                           name);
     if (side->refit > 0 && side->feedback && !lowkey_has_plain_tables(side))
-        return lowkey_fail(err, LOWKEY_EINVAL,
-                           "%s: refitting goes with fitted tables per channel, without token scales and outliers", name);
+        return lowkey_fail(
+            err, LOWKEY_EINVAL,
+            "%s: refitting goes with fitted tables per channel, without token scales and outliers", name);
     if (side->gain && side->qnorm)
         return lowkey_fail(err, LOWKEY_EINVAL, "%s: gain and Q-Norm correct the same spread: choose one",
                            name);
@@ -143,12 +150,12 @@ static lowkey_status check_budget(const struct lowkey_fit_options *options, lowk
     const int is_chosen = options->low_width != 0 || options->high_width != 0;
     const int low = is_chosen ? options->low_width : 1, high = is_chosen ? options->high_width : 5;
     if (low < 1 || high > 5 || low > high)
-        return lowkey_fail(err, LOWKEY_EINVAL, "widths that a budget is shared out in are within 1:5, not %d:%d",
-                           low, high);
+        return lowkey_fail(err, LOWKEY_EINVAL,
+                           "widths that a budget is shared out in are within 1:5, not %d:%d", low, high);
     if (options->budget == 0) return LOWKEY_OK;
     if (!(options->budget >= low && options->budget <= high))
-        return lowkey_fail(err, LOWKEY_EINVAL, "a budget is a mean of its widths, %d to %d bits, not %g", low, high,
-                           options->budget);
+        return lowkey_fail(err, LOWKEY_EINVAL, "a budget is a mean of its widths, %d to %d bits, not %g", low,
+                           high, options->budget);
     for (int which = 0; which < 2; which++)
         if (!lowkey_has_plain_tables(&options->side[which]))
             return lowkey_fail(err, LOWKEY_EINVAL,

@@ -135,7 +135,8 @@ static void presets_are_known_by_name(void **state)
         lowkey_error err;
         assert_true(lowkey_fit_preset((const char[]) { (char)('0' + bits), 0 }, &o));
         assert_ok(lowkey_fit_options_check(&o, &err), err);
-        assert_true(o.budget == bits && o.side[0].feedback == LOWKEY_FEEDBACK_IF_POSSIBLE && o.side[1].gain);
+        assert_true(o.budget == bits && o.side[0].feedback == LOWKEY_FEEDBACK_IF_POSSIBLE && !o.side[1].feedback);
+        assert_true(o.side[0].trellis == 4 && o.side[1].trellis == 4 && !o.side[1].gain);
     }
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         struct lowkey_fit_options o = lowkey_fit_defaults();

@@ -734,13 +734,15 @@ def test_budget_refusals():
     refused("--widths 1:6", file, words=["--widths"], status=2)
     refused("--widths 3", file, words=["LOW:HIGH"], status=2)
     refused("--budget 2 --bits 2", file, words=["--bits and --budget"], status=2)
-    refused("--budget 2 --scope layer", file, words=["budget", "per channel"])
-    refused("--preset 2 --outliers 0.01", file, words=["budget", "outliers"])
+    refused("--budget 2 --scope layer", file, words=["trellis", "per channel"])
+    refused("--budget 2 --trellis 0 --scope layer", file, words=["budget", "per channel"])
+    refused("--preset 2 --outliers 0.01", file, words=["trellis", "outliers"])
+    refused("--preset 2 --trellis 0 --outliers 0.01", file, words=["budget", "outliers"])
     refused("--preset 2.5", file, words=["2.5"], status=2)
 
 
 def test_presets_of_ours():
-    """Preset 2, 3 and 4 are budgets with feedback and gain where files allow; 4 is what no option means; --bits is flat"""
+    """Preset 2, 3 and 4 are budgets with a trellis, and feedback where files allow; 4 is what no option means; --bits is flat"""
     file = made(lengths=(100, 50), contents=("key", "value", "key_grad", "value_grad"))
     q = {options: fit(options, file) for options in ("", "--preset 4", "--preset 2", "--preset 3", "--preset 2 --bits 2",
                                                      "--bits 2", "--budget 3", "--preset 3 --widths 2:4")}
@@ -750,13 +752,15 @@ def test_presets_of_ours():
         side = q[options].layers[0]
         assert q[options].budget == budget and q[options].n_sink_tokens == 1
         assert side.key.factor is not None and side.value.factor is None
-        assert (side.value.attributes["gain"], side.key.attributes["gain"]) == (1, 0)
+        assert all((s.attributes["gain"], s.attributes["trellis"]) == (0, 4) for s in (side.key, side.value))
     flat = q["--preset 2 --bits 2"]
-    assert not hasattr(flat, "budget") and (flat.layers[0].key.bits == 2).all() and flat.layers[0].key.factor is not None
+    assert getattr(flat, "budget", 0) == 0 and (flat.layers[0].key.bits == 2).all() and flat.layers[0].key.factor is not None
     assert (q["--bits 2"].layers[0].key.bits == 2).all() and q["--bits 2"].layers[0].key.factor is None
     assert {int(b) for layer in q["--preset 3 --widths 2:4"].layers for b in layer.value.bits.ravel()} <= {2, 3, 4}
     bare = fit("--preset 2", made(lengths=(100,), contents=("key", "value")))
     assert bare.layers[0].key.factor is None and bare.record["sensitivity"] == "none"
+    changed = fit("--budget 2 --trellis 1", file)  # a budget is that of a preset whatever else is given
+    assert changed.n_sink_tokens == 1 and changed.layers[0].key.attributes["trellis"] == 1
 
 
 def refit_by_hand(x, w, side, h):
@@ -798,6 +802,53 @@ def test_refit():
     queries = made(layers=(0,), contents=("key", "value", "query"))  # no gradients: no refit by itself
     assert np.array_equal(*(fit(f"--bits 2 --feedback {more}", queries).layers[0].key.table for more in ("", "--refit 0")))
     refused("--bits 2 --feedback --outliers 0.01 --refit 1", queries, words=["refitting", "outliers"])
+
+
+def test_trellis():
+    """A trellis lowers the error at the same bits by far more than noise, its refit again; 1.3, without boundaries; any bits"""
+    file = made(lengths=(900, 700), layers=(2,), contents=("key", "value"))
+    plain, once, refitted = (fit(f"--bits 2 --sinks 1 {more}", file) for more in ("", "--trellis 4 --refit 0", "--trellis 4"))
+    assert plain.layers[0].key.attributes.get("trellis", 0) == 0
+    for name in ("key", "value"):
+        errors = [(getattr(q.layers[0], name).report.mse / getattr(q.layers[0], name).report.variance).mean() for q in (plain, once, refitted)]
+        assert errors[1] < 0.95 * errors[0] and errors[2] < 0.97 * errors[1], errors
+        side = getattr(refitted.layers[0], name)
+        assert side.attributes["trellis"] == 4 and side.table.shape[-1] == 8
+        assert side.report.histogram.sum() == side.report.n_tokens * side.bits.size
+    mixed = fit("--budget 2.5 --trellis 2 --feedback=both", made(lengths=(300, 200), contents=("key", "value", "key_grad", "value_grad")))
+    assert {int(b) for b in mixed.layers[0].key.bits.ravel()} > {2} and abs(mixed.budget - 2.5) < 1e-9
+    one = fit("--bits 2 --key-trellis 1", file)
+    assert (one.layers[0].key.attributes["trellis"], one.layers[0].value.attributes["trellis"]) == (1, 0)
+
+
+def test_rows_of_a_trellis_count_by_weight():
+    """Rows count by the mean weight of their channel, with feedback by what the factor leaves, 1 the most of a head"""
+    file = made(lengths=(400,), layers=(0,), contents=("key", "value", "key_grad", "value_grad"))
+    capture = activations.make(lengths=(400,), layers=(0,), contents=("key", "value", "key_grad", "value_grad"))
+    g = capture["layers"][0]["value_grad"].astype(np.float64)
+    layer = fit("--bits 2 --trellis 4 --damp 0.1 --feedback=keys", file).layers[0]
+    for h in range(g.shape[1]):
+        weight = np.array([tamed(g[:, h, c] ** 2).mean() for c in range(g.shape[2])])
+        assert np.allclose(layer.value.metric_weight[h], weight / weight.max(), rtol=1e-4), h
+        H = np.einsum("ti,tj->ij", *(2 * [capture["layers"][0]["key_grad"][:, h].astype(np.float64)]))
+        order = layer.key.order[h]
+        A = (H + 0.1 * np.trace(H) / len(H) * np.eye(len(H)))[np.ix_(order, order)]
+        left = np.diag(np.linalg.cholesky(A)) ** 2
+        assert np.allclose(layer.key.metric_weight[h][order], left / left.max(), rtol=1e-4), h
+
+
+def test_trellis_refusals():
+    """A trellis goes with tables of each channel's own, 1 to 5 bits, and 1, 2 or 4 survivors"""
+    file = made(layers=(0,))
+    for options in ("--scope layer", "--codebook uniform", "--token-scale f16", "--outliers 0.01", "--bits 8", "--bits 2,16"):
+        refused(f"--trellis 4 {options}", file, words=["trellis", "1 to 5 bits"])
+    refused("--trellis 3", file, words=["1, 2 or 4", "3"])
+    refused("--trellis 5", file, words=["--trellis"], status=2)
+
+
+def test_same_bytes_trellis():
+    """The same bytes from 1, 2, 7 threads, shuffled samples, one file or four: a trellis"""
+    same_bytes("--budget 2.4 --feedback=keys --trellis 4", ("key_grad", "value_grad"))
 
 
 def test_same_bytes_budget():

@@ -335,8 +335,8 @@ static void bad_input_is_refused_by_name(void **state)
         for (int i = 0; i < N; i++) x[i] = (float)i, w[i] = 0;
         assert_refused(solve(N, x, w, 4, &got, &err), LOWKEY_EINVAL, err, "no value of positive weight");
         assert_refused(solve(0, x, NULL, 4, &got, &err), LOWKEY_EINVAL, err, "no value of positive weight");
-        assert_refused(solve(N, x, NULL, 0, &got, &err), LOWKEY_EINVAL, err, "1 to 32 centroids, not 0");
-        assert_refused(solve(N, x, NULL, 33, &got, &err), LOWKEY_EINVAL, err, "not 33");
+        assert_refused(solve(N, x, NULL, 0, &got, &err), LOWKEY_EINVAL, err, "1 to 64 centroids, not 0");
+        assert_refused(solve(N, x, NULL, 65, &got, &err), LOWKEY_EINVAL, err, "not 65");
     }
     x[0] = 5;
     assert_refused(lowkey_kmeans_sorted(N, x, NULL, 4, &got, &err), LOWKEY_EINVAL, err, "rising");
