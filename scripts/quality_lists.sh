@@ -4,7 +4,7 @@
 
 : "${LENGTH:=2048}"     # tokens of a sample and of a window; Gemma's are half as long, and twice as many are fitted on
 : "${TEXT_SAMPLES:=16}" # fitted on with the gradients of the text's own labels: KVQuant's recipe, and peers that calibrate
-: "${MODEL_SAMPLES:=64}" # fitted on with gradients of labels that the model draws: ours
+: "${MODEL_SAMPLES:=32}" # fitted on with gradients of labels that the model draws: ours
 : "${PER_FILE:=16}"     # samples a file of a capture; one that was stopped goes on behind the last whole file
 : "${SPREAD:=32}"       # windows of the main table, spread evenly over the test text
 : "${TEXT_SPREAD:=16}"  # of other texts and models
@@ -55,12 +55,13 @@ gemma3  code.eval     mixture --spread $TEXT_SPREAD
 : "${ABLATION_BUDGET:=2.5}" "${ABLATION_FLAT:=2,3}"
 ablations="
 ours              model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET $TUNED
-no-value-feedback model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=keys $TUNED
+value-feedback    model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=both $TUNED
 no-feedback       model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=none $TUNED
 no-refit          model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --refit 0 $TUNED
 no-trellis        model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --trellis 0 $TUNED
+one-survivor      model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --trellis 1 $TUNED
 ${TUNED:+untuned model.activations.*.h5 --preset 4 --budget $ABLATION_BUDGET}
-gain              model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --feedback=keys --gain=values $TUNED
+gain              model.activations.*.h5   --preset 4 --budget $ABLATION_BUDGET --gain=values $TUNED
 flat              model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT $TUNED
 flat-plain        model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0
 flat-outliers     model.activations.*.h5   --preset 4 --bits $ABLATION_FLAT --trellis 0 --outliers 0.01

@@ -82,6 +82,13 @@ def test_going_on():
     assert {name for name, at in kept.items() if os.stat(f"{QUALITY}/smollm2.wiki/{name}").st_mtime_ns != at} == {"ours-2.quantizer.h5", "ours-2.fit.txt"}
 
 
+def test_another_machine():
+    """where only the results are there, rows that come from no file are taken from them, and all else is made again"""
+    done = quality("short", QUALITY=f"{WORK}/anew")
+    assert "24 results are there already" in done.stderr  # f32, f16, bf16, three peers
+    assert done.stderr.count(" fit ") == 5
+
+
 def test_full():
     """all windows go on from the main table's journal; captures that quantizers were fitted on may be gone"""
     for name in os.listdir(f"{QUALITY}/smollm2.wiki"):
@@ -115,7 +122,7 @@ def test_ablation():
     """each part removed is a row; on valid windows behind those that are fitted on"""
     quality("ablation")
     found = labels("quality_ablation.csv")
-    assert found[:5] == ["f32", "ours", "no-value-feedback", "no-feedback", "no-refit"]
+    assert found[:5] == ["f32", "ours", "value-feedback", "no-feedback", "no-refit"]
     assert {"no-trellis", "flat", "flat-plain", "flat-outliers", "gain", "widths-2:4", "no-gradients", "16-samples", "text-labels"} <= set(found)
     with open(f"{RESULTS}/quality_ablation.csv", newline="") as file:
         rows = {row["label"]: row for row in csv.DictReader(file)}
