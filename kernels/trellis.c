@@ -22,6 +22,7 @@ typedef float half_f32 __attribute__((vector_size(HALF * 4)));
 typedef int32_t half_i32 __attribute__((vector_size(HALF * 4)));
 typedef float lanes_f32 __attribute__((vector_size(LANES * 4)));
 typedef int32_t lanes_i32 __attribute__((vector_size(LANES * 4)));
+typedef uint8_t lanes_u8 __attribute__((vector_size(LANES)));
 
 struct row {
     const float *table; /* [n_entries] */
@@ -29,9 +30,15 @@ struct row {
     int n_entries;
 };
 
-/* What survivors could become: [v][u] lane i is lane i of the group u_{j+1} = v, gone on with the bit u. */
+/* An entry that is taken: which, its value, and t less it. */
+struct choice {
+    half_i32 entry;
+    half_f32 value, distance;
+};
+
+/* What survivors could become: [u][v] lane i is lane i of the group u_{j+1} = v, gone on with the bit u. */
 struct candidates {
-    half_f32 cost[2][2];
+    half_f32 cost[2][2], value[2][2];
     half_i32 entry[2][2];
 };
 
@@ -55,23 +62,61 @@ ALWAYS_INLINE half_f32 choose(half_i32 mask, half_f32 yes, half_f32 no)
     return (half_f32)((mask & (half_i32)yes) | (~mask & (half_i32)no));
 }
 
+ALWAYS_INLINE half_i32 choose_entry(half_i32 mask, half_i32 yes, half_i32 no)
+{
+    return (mask & yes) | (~mask & no);
+}
+
 ALWAYS_INLINE half_f32 magnitude(half_f32 x)
 {
     return (half_f32)((half_i32)x & INT32_MAX);
 }
 
-/* Of the entries first, first + 4, ... the one nearest to each t, of equals the lowest; returns t less it. */
-ALWAYS_INLINE half_f32 find_nearest(half_f32 t, const struct row *row, int first, half_i32 *entry)
+ALWAYS_INLINE half_f32 splat(float x)
 {
-    half_f32 least = t - row->table[first];
-    *entry = (half_i32) { 0 } + first;
+    return (half_f32) { x, x, x, x, x, x, x, x };
+}
+
+/* Two groups side by side. */
+ALWAYS_INLINE lanes_f32 join(const half_f32 group[2])
+{
+    return __builtin_shufflevector(group[0], group[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+/* from[which[i]]; those of two vectors as of one of both. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define GATHER(from, which) __builtin_shuffle(from, which)
+#define GATHER_OF_TWO(a, b, which) __builtin_shuffle(a, b, which)
+#else
+ALWAYS_INLINE half_i32 gather_half(half_i32 from, half_i32 which)
+{
+    half_i32 to;
+    for (int i = 0; i < HALF; i++) to[i] = from[which[i]];
+    return to;
+}
+ALWAYS_INLINE lanes_f32 gather_of_two(lanes_f32 a, lanes_f32 b, lanes_i32 which)
+{
+    lanes_f32 to;
+    for (int i = 0; i < LANES; i++) to[i] = which[i] < LANES ? a[which[i]] : b[which[i] - LANES];
+    return to;
+}
+#define GATHER(from, which) gather_half(from, which)
+#define GATHER_OF_TWO(a, b, which) gather_of_two(a, b, which)
+#endif
+
+/* Of the entries first, first + 4, ... the one nearest to each t, of equals the lowest. */
+ALWAYS_INLINE struct choice find_nearest(half_f32 t, const struct row *row, int first)
+{
+    struct choice nearest = { (half_i32) { 0 } + first, splat(row->table[first]),
+                              t - splat(row->table[first]) };
     for (int k = first + 4; k < row->n_entries; k += 4) {
-        const half_f32 distance = t - row->table[k];
-        const half_i32 is_nearer = magnitude(distance) < magnitude(least);
-        least = choose(is_nearer, distance, least);
-        *entry = (is_nearer & k) | (~is_nearer & *entry);
+        const half_f32 value = splat(row->table[k]), distance = t - value;
+        const half_i32 is_nearer = magnitude(distance) < magnitude(nearest.distance);
+        nearest.distance = choose(is_nearer, distance, nearest.distance);
+        nearest.value = choose(is_nearer, value, nearest.value);
+        nearest.entry = choose_entry(is_nearer, (half_i32) { 0 } + k, nearest.entry);
     }
-    return least;
+    return nearest;
 }
 
 ALWAYS_INLINE void make_candidates(const struct row *row, const half_f32 t[2], const half_f32 cost[2],
@@ -80,68 +125,75 @@ ALWAYS_INLINE void make_candidates(const struct row *row, const half_f32 t[2], c
     const half_i32 is_first = { -1, -1, -1, -1, 0, 0, 0, 0 }; /* of the group's states: u_{j+2} = 0 */
     for (int v = 0; v < 2; v++) {
         half_f32 sum[2];
-        half_i32 entry[2];
-        for (int b = 0; b < 2; b++) { /* the subset of entries k with k mod 4 = 2b + v, where b = u xor u_{j+2} */
-            const half_f32 distance = find_nearest(t[v], row, 2 * b + v, &entry[b]);
-            const half_f32 square = distance * distance, metric = row->weight * square, all = cost[v] + metric;
-            sum[b] = choose(all > FLT_MAX, (half_f32) { 0 } + FLT_MAX, all);
+        struct choice nearest[2];
+        for (int b = 0; b < 2;
+             b++) { /* the subset of entries k with k mod 4 = 2b + v, where b = u xor u_{j+2} */
+            nearest[b] = find_nearest(t[v], row, 2 * b + v);
+            const half_f32 square = nearest[b].distance * nearest[b].distance, metric = row->weight * square,
+                           all = cost[v] + metric;
+            sum[b] = choose(all > FLT_MAX, splat(FLT_MAX), all);
             sum[b] = choose(cost[v] > FLT_MAX, cost[v], sum[b]); /* that of no survivor stays infinite */
         }
         for (int u = 0; u < 2; u++) {
-            out->cost[v][u] = choose(is_first, sum[u], sum[1 - u]);
-            out->entry[v][u] = (is_first & entry[u]) | (~is_first & entry[1 - u]);
+            out->cost[u][v] = choose(is_first, sum[u], sum[1 - u]);
+            out->value[u][v] = choose(is_first, nearest[u].value, nearest[1 - u].value);
+            out->entry[u][v] = choose_entry(is_first, nearest[u].entry, nearest[1 - u].entry);
         }
     }
 }
 
-/* lane[place]: candidates in the order of their costs, equal ones as they are. */
-ALWAYS_INLINE void sort(half_f32 cost, int lane[HALF])
+/* The lanes of the four candidates of the least cost, in its order, equal ones as they are: a byte each, the first lowest;
+ * the same in all lanes. */
+ALWAYS_INLINE half_i32 find_least(half_f32 cost)
 {
     const half_i32 number = { 0, 1, 2, 3, 4, 5, 6, 7 };
     half_i32 place = { 0 };
-    for (int k = 0; k < HALF; k++)
-        place -= ((cost[k] + (half_f32) { 0 }) < cost) | (((cost[k] + (half_f32) { 0 }) == cost) & (k < number));
-    for (int i = 0; i < HALF; i++) lane[place[i]] = i;
+    for (int k = 0; k < HALF; k++) {
+        const half_f32 other = (half_f32)GATHER((half_i32)cost, (half_i32) { 0 } + k);
+        place -= (other < cost) | ((other == cost) & (k < number));
+    }
+    half_i32 found = (number << (8 * place & 31)) & (place < OF_STATE);
+    for (int step = HALF / 2; step > 0; step /= 2) found |= GATHER(found, number ^ step);
+    return found;
 }
 
 /* The per_state of the least cost of each state's candidates. */
 ALWAYS_INLINE void select_survivors(int per_state, const struct row *row, const struct candidates *from,
                                     struct survivors *to, struct lowkey_trellis_choices *choices)
 {
-    for (int state = 0; state < STATES; state++) {
-        const int u = state / 2, v = state % 2;
-        int lane[HALF];
-        sort(from->cost[v][u], lane);
-        for (int place = 0; place < OF_STATE; place++) {
-            const int at = state * OF_STATE + place, i = lane[place], entry = from->entry[v][u][i];
-            to->cost[at] = place < per_state ? from->cost[v][u][i] : INFINITY;
-            to->error[at] = row->table[entry] - row->x;
-            to->parent[at] = v * HALF + i;
-            choices->code[at] = (uint8_t)(entry >> 2 << 1 | u);
-            choices->parent[at] = (uint8_t)(v * HALF + i);
-        }
-    }
-}
-
-/* from[which[i]] */
-ALWAYS_INLINE lanes_f32 gather(lanes_f32 from, lanes_i32 which)
-{
-#if defined(__GNUC__) && !defined(__clang__)
-    return __builtin_shuffle(from, which);
-#else
-    lanes_f32 to;
-    for (int i = 0; i < LANES; i++) to[i] = from[which[i]];
-    return to;
-#endif
+    const lanes_i32 shift = { 0, 8, 16, 24, 0, 8, 16, 24, 0, 8, 16, 24, 0, 8, 16, 24 },
+                    group = { 0, 0, 0, 0, 8, 8, 8, 8, 0, 0, 0, 0, 8, 8, 8, 8 },
+                    u = { 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1 };
+    half_i32 least[2];
+    for (int next = 0; next < 2; next++)
+        least[next] = __builtin_shufflevector(find_least(from->cost[next][0]),
+                                              find_least(from->cost[next][1]), 0, 0, 0, 0, 8, 8, 8, 8);
+    const lanes_i32 found = __builtin_shufflevector(least[0], least[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,
+                                                    12, 13, 14, 15);
+    to->parent = ((found >> shift) & (HALF - 1)) + group;
+    const lanes_i32 which = to->parent + u * LANES;
+    const half_i32 is_kept = (half_i32) { 0, 1, 2, 3, 0, 1, 2, 3 } < per_state;
+    const half_f32 none[2] = { choose(is_kept, splat(0), splat(INFINITY)),
+                               choose(is_kept, splat(0), splat(INFINITY)) };
+    to->cost = GATHER_OF_TWO(join(from->cost[0]), join(from->cost[1]), which) + join(none);
+    to->error = GATHER_OF_TWO(join(from->value[0]), join(from->value[1]), which) - row->x;
+    const half_f32 entries[2][2] = { { (half_f32)from->entry[0][0], (half_f32)from->entry[0][1] },
+                                     { (half_f32)from->entry[1][0], (half_f32)from->entry[1][1] } };
+    const lanes_i32 entry = (lanes_i32)GATHER_OF_TWO(join(entries[0]), join(entries[1]), which);
+    const lanes_u8 code = __builtin_convertvector((entry >> 2 << 1) | u, lanes_u8),
+                   parent = __builtin_convertvector(to->parent, lanes_u8);
+    memcpy(choices->code, &code, sizeof code);
+    memcpy(choices->parent, &parent, sizeof parent);
 }
 
 /* t_i = fma(-factor[j][i], e_j, t_i) for the rows i < j, each survivor along its own path. */
-ALWAYS_INLINE void feed_back(int n_rows, const float *factor, const struct survivors *survivors, lanes_f32 *target)
+ALWAYS_INLINE void feed_back(int n_rows, const float *factor, const struct survivors *survivors,
+                             lanes_f32 *target)
 {
     float error[LANES], t[LANES];
     memcpy(error, &survivors->error, sizeof error);
     for (int i = 0; i < n_rows; i++) {
-        const lanes_f32 before = gather(target[i], survivors->parent);
+        const lanes_f32 before = GATHER_OF_TWO(target[i], target[i], survivors->parent);
         memcpy(t, &before, sizeof t);
 #pragma GCC unroll 1
         for (int s = 0; s < LANES; s++) t[s] = fmaf(-factor[i], error[s], t[s]);
@@ -149,7 +201,8 @@ ALWAYS_INLINE void feed_back(int n_rows, const float *factor, const struct survi
     }
 }
 
-static void read_codes(int n_rows, const lanes_f32 *cost, const struct lowkey_trellis_choices *choices, uint8_t *codes)
+static void read_codes(int n_rows, const lanes_f32 *cost, const struct lowkey_trellis_choices *choices,
+                       uint8_t *codes)
 {
     int s = 0;
     for (int i = 1; i < LANES; i++)
@@ -178,7 +231,7 @@ static void search(const struct lowkey_side *side, int h, const float *x,
         half_f32 t[2], cost[2];
         memcpy(t, &target[j], sizeof t);
         memcpy(cost, &survivors.cost, sizeof cost);
-        for (int v = 0; v < 2; v++) t[v] = choose(magnitude(t[v]) <= FLT_MAX, t[v], (half_f32) { 0 } + row.x);
+        for (int v = 0; v < 2; v++) t[v] = choose(magnitude(t[v]) <= FLT_MAX, t[v], splat(row.x));
         struct candidates candidates;
         make_candidates(&row, t, cost, &candidates);
         select_survivors(side->trellis, &row, &candidates, &survivors, &scratch->choices[j]);
