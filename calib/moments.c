@@ -115,16 +115,7 @@ static void visit(void *user, void *sums, const struct lowkey_packed_page *page)
     uint8_t *is_outlier = (uint8_t *)(value + (size_t)LOWKEY_PAGE_SLOTS * (size_t)side->head_dim);
     mark_outliers(page, C, is_outlier);
     for (int h = 0; h < side->n_heads; h++) {
-        const struct lowkey_unpack_args args = { .side = side,
-                                                 .head = h,
-                                                 .page = page->pages[h],
-                                                 .side_page = page->side_page,
-                                                 .first_slot = page->first_slot,
-                                                 .n_slots = page->n_tokens,
-                                                 .first_live_slot = page->first_live_slot,
-                                                 .out = value,
-                                                 .out_stride = side->head_dim };
-        lowkey_unpack_scalar(&args);
+        lowkey_packed_page_read(page, h, value);
         const struct page_view view = { page, moments, is_outlier, value, h };
         for (int r = 0; r < side->head_dim; r++) {
             const size_t c = (size_t)h * (size_t)side->head_dim + side->heads[h].rows[r].channel;

@@ -20,6 +20,20 @@ struct run {
     struct lowkey_pack_counts counts;
 };
 
+void lowkey_packed_page_read(const struct lowkey_packed_page *page, int head, float *value)
+{
+    const struct lowkey_unpack_args args = { .side = page->side,
+                                             .head = head,
+                                             .page = page->pages[head],
+                                             .side_page = page->side_page,
+                                             .first_slot = page->first_slot,
+                                             .n_slots = page->n_tokens,
+                                             .first_live_slot = page->first_live_slot,
+                                             .out = value,
+                                             .out_stride = page->side->head_dim };
+    lowkey_unpack_scalar(&args);
+}
+
 /* Tokens of a run: whole pages, at most 1,024 tokens or 8 Mi numbers. A run does not depend on threads or
  * on files. */
 static int64_t run_tokens(const struct lowkey_side *side)

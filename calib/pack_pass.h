@@ -17,6 +17,9 @@ struct lowkey_packed_page {
     const uint8_t *side_page;
 };
 
+/* What a head's page gives back. value: [n_tokens][head_dim], by channel. */
+void lowkey_packed_page_read(const struct lowkey_packed_page *page, int head, float *value);
+
 struct lowkey_pack_pass {
     const lowkey_captures *captures;
     int layer;

@@ -41,16 +41,7 @@ static void visit(void *user, void *of, const struct lowkey_packed_page *page)
     float *value = (float *)(sums + sums_count(fit)), target[LOWKEY_MAX_HEAD_DIM];
     for (int h = 0; h < side->n_heads; h++) {
         const struct lowkey_head *head = &side->heads[h];
-        const struct lowkey_unpack_args args = { .side = side,
-                                                 .head = h,
-                                                 .page = page->pages[h],
-                                                 .side_page = page->side_page,
-                                                 .first_slot = page->first_slot,
-                                                 .n_slots = page->n_tokens,
-                                                 .first_live_slot = page->first_live_slot,
-                                                 .out = value,
-                                                 .out_stride = side->head_dim };
-        lowkey_unpack_scalar(&args);
+        lowkey_packed_page_read(page, h, value);
         for (int t = 0; t < page->n_tokens; t++) {
             const size_t row = (size_t)t * C + (size_t)h * D;
             find_targets(head, side->head_dim, page->x + row, value + (size_t)t * D, target);
